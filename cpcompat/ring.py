@@ -1,0 +1,197 @@
+"""Ring attention on CPU, forward and backward, over the ranks of a cp group in head-tail order.
+
+Rank r of n holds chunks r and 2n-1-r of 2n. Against the keys of rank s a causal query needs: of itself the causal square;
+of s < r the first chunk for all queries; of s > r both chunks for the second half of the queries. Each of these is one call of
+torch's CPU flash kernel, and the results are merged by their logsumexp. Nothing here is private to a torch release but
+the two kernels, which have kept their signatures since 2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Ring", "attention"]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_KV, _GRAD = 0, 1  # message tags
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks that share one sequence.
+
+    Attributes:
+        group: the cp group.
+        peers: the global rank of each cp rank.
+        rank: this process's cp rank.
+        rotate_method: ``"allgather"`` gathers all keys and values at once, ``"alltoall"`` passes them one peer at a time
+            while the one before is computed.
+    """
+
+    group: dist.ProcessGroup
+    peers: tuple[int, ...]
+    rank: int
+    rotate_method: str
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.peers)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        """Start sending a contiguous tensor to a cp rank."""
+        return dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        """Start receiving into a contiguous tensor from a cp rank."""
+        return dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
+
+
+def _needed(kv: Tensor, source: int, reader: int, causal: bool) -> Tensor:
+    """The part of a rank's keys (or of their gradient) that a reader's queries see; kv is (2, B, H, L, D)."""
+    return kv[..., : kv.shape[-2] // 2, :] if causal and source < reader else kv
+
+
+def _rotate(ring: Ring, kv: Tensor, causal: bool) -> Iterator[tuple[int, Tensor]]:
+    """Yield (source rank, its needed keys and values), this rank's own first; transfers overlap the caller's work."""
+    if ring.rotate_method == "allgather":
+        gathered = [torch.empty_like(kv) for _ in range(ring.size)]
+        work = dist.all_gather(gathered, kv, group=ring.group, async_op=True)
+        yield ring.rank, kv
+        work.wait()
+        for step in range(1, ring.size):
+            source = (ring.rank - step) % ring.size
+            yield source, _needed(gathered[source], source, ring.rank, causal)
+        return
+    current, source = kv, ring.rank
+    for step in range(1, ring.size + 1):
+        if step < ring.size:
+            reader, following = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
+            incoming = torch.empty_like(_needed(kv, following, ring.rank, causal), memory_format=torch.contiguous_format)
+            works = (
+                ring.send(_needed(kv, ring.rank, reader, causal).contiguous(), reader, _KV),
+                ring.receive(incoming, following, _KV),
+            )
+        yield source, current
+        if step < ring.size:
+            for work in works:
+                work.wait()
+            current, source = incoming, following
+
+
+def _repeat(kv: Tensor, heads: int) -> Tensor:
+    # Fewer key heads than query heads crash the CPU kernel up to torch 2.8.
+    groups = heads // kv.shape[2]
+    return kv if groups == 1 else kv.repeat_interleave(groups, dim=2)
+
+
+def _queries(ring: Ring, source: int, causal: bool, length: int) -> slice:
+    """Which of this rank's queries see any key of a source rank."""
+    return slice(length // 2, length) if causal and source > ring.rank else slice(0, length)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool, scale: float
+    ) -> Tensor:
+        kv = torch.stack((key, value))
+        heads, length = query.shape[1], query.shape[2]
+        accumulate = torch.promote_types(query.dtype, torch.float32)
+        for source, part in _rotate(ring, kv, causal):
+            rows = _queries(ring, source, causal, length)
+            keys, values = _repeat(part, heads)
+            block, block_lse = _flash(
+                query[:, :, rows], keys, values, 0.0, causal and source == ring.rank, attn_mask=None, scale=scale
+            )
+            if source == ring.rank:
+                out = block.to(accumulate, copy=True)
+                lse = block_lse.to(accumulate, memory_format=torch.contiguous_format, copy=True)
+                continue
+            # out and lse are weighted means over what was seen so far: softmax over the union of the keys.
+            old = lse[:, :, rows]
+            out[:, :, rows].lerp_(block.to(accumulate), torch.sigmoid(block_lse - old).unsqueeze(-1))
+            torch.logaddexp(old, block_lse.to(accumulate), out=old)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, kv, out, lse)
+        ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, kv, out, lse = ctx.saved_tensors
+        ring, causal = ctx.ring, ctx.causal
+        heads, length = query.shape[1], query.shape[2]
+        grad_out = grad_out.contiguous()
+        accumulate = torch.promote_types(query.dtype, torch.float32)
+        grad_query = torch.zeros_like(query, dtype=accumulate)
+        pending: list[tuple[Any, Any, Tensor, Tensor]] = []
+        for source, part in _rotate(ring, kv, causal):
+            rows = _queries(ring, source, causal, length)
+            keys, values = _repeat(part, heads)
+            block_query, block_key, block_value = _flash_backward(
+                grad_out[:, :, rows],
+                query[:, :, rows],
+                keys,
+                values,
+                out[:, :, rows],
+                lse[:, :, rows].contiguous(),
+                0.0,
+                causal and source == ring.rank,
+                attn_mask=None,
+                scale=ctx.scale,
+            )
+            grad_query[:, :, rows] += block_query
+            grad_part = torch.stack((block_key, block_value))
+            if heads != kv.shape[2]:
+                grad_part = grad_part.unflatten(2, (kv.shape[2], -1)).sum(dim=3)
+            if source == ring.rank:
+                grad_kv = grad_part.to(accumulate)
+                continue
+            # Straight to the owner of these keys; the owner's reader at the same distance sends ours.
+            reader = (2 * ring.rank - source) % ring.size
+            arriving = torch.empty_like(
+                _needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format
+            )
+            sent = grad_part.contiguous()
+            pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
+        for send, receive, _, arriving in pending:
+            send.wait()
+            receive.wait()
+            grad_kv[..., : arriving.shape[-2], :] += arriving
+        grad_key, grad_value = grad_kv.to(kv.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    """Attention over the whole sequence, of which each rank of the ring holds a head-tail shard.
+
+    Args:
+        ring: the ranks.
+        query: (B, H, L, D), this rank's shard; L is even where `causal`.
+        key: (B, Hkv, L, D), with H a multiple of Hkv.
+        value: (B, Hkv, L, Dv).
+        causal: whether a query sees only keys at or before its own global position.
+        scale: factor of the scores; None for 1 / sqrt(D).
+
+    Returns:
+        (B, H, L, Dv), this rank's shard of the result; differentiable in all three inputs.
+    """
+    width, value_width = query.shape[-1], value.shape[-1]
+    if scale is None:
+        scale = float(width) ** -0.5
+    if width != value_width:  # the kernel wants one width; zeros change neither scores nor the columns that are kept
+        both = max(width, value_width)
+        query, key, value = (torch.nn.functional.pad(t, (0, both - t.shape[-1])) for t in (query, key, value))
+    out: Tensor = _RingAttention.apply(query, key, value, ring, causal, scale)  # type: ignore[no-untyped-call]
+    return out[..., :value_width]

@@ -1,0 +1,81 @@
+"""What is installed, read without importing it: forks, development builds and local versions included."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+__all__ = ["Installed", "base_version", "installed"]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One importable package.
+
+    Attributes:
+        name: the import name.
+        distribution: the distribution that brings it; differs for forks such as accelerate-kt.
+        version: the version as the package states it.
+    """
+
+    name: str
+    distribution: str
+    version: str
+
+    @property
+    def base(self) -> Version | None:
+        """The release without local, dev and pre parts (``2.9.0+cu128`` -> ``2.9.0``); None where it is no version."""
+        return base_version(self.version)
+
+    def __str__(self) -> str:
+        fork = "" if self.distribution == self.name else f" (from {self.distribution})"
+        return f"{self.name} {self.version}{fork}"
+
+
+def base_version(text: str) -> Version | None:
+    """Parse a version and keep its release numbers.
+
+    Args:
+        text: any text that a package gives as its version.
+
+    Returns:
+        The base version, or None where the text is no version.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(Version(text).base_version)
+    except (InvalidVersion, TypeError):
+        return None
+
+
+def installed(name: str) -> Installed | None:
+    """Look up what provides an import name.
+
+    An imported module is asked first: what runs is what counts, whatever the metadata say.
+
+    Args:
+        name: the import name, ``"accelerate"`` for instance.
+
+    Returns:
+        What is installed, or None.
+    """
+    from importlib import metadata
+
+    module = sys.modules.get(name)
+    stated = getattr(module, "__version__", None)
+    try:
+        distribution, version = name, metadata.version(name)
+    except metadata.PackageNotFoundError:
+        owners = metadata.packages_distributions().get(name)
+        if owners:
+            distribution, version = owners[0], metadata.version(owners[0])
+        elif module is not None:
+            distribution, version = name, "unknown"
+        else:
+            return None
+    return Installed(name, distribution, str(stated or version))

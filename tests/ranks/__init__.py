@@ -1,0 +1,1 @@
+"""What the tests run on ranks: functions that can be imported by name."""
