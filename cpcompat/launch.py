@@ -217,7 +217,7 @@ class Ranks:
             names = ", ".join(str(rank.number) for rank in late)
             what = f"rank {names} of {self.nproc} did not {deed} within {limit:g} s"
             trace = states[culprit.number]
-            next_step = "see where it waits and whether the others came there; if all are merely slow, raise the timeout"
+            next_step = "see where it waits and whether the others came there too; if all are just slow, allow more"
         parts = [trace.rstrip()] if trace and culprit.news else []
         parts += [f"rank {number}: {state}" for number, state in enumerate(states)]
         for number, text in enumerate(self.output):
