@@ -1,3 +1,74 @@
-"""One call for accelerate's context-parallel context, on every release: ``get_cp_context(acc)``."""
+"""One call for accelerate's context-parallel context, on every release: ``get_cp_context(acc)``.
+
+Importing this package loads neither torch nor accelerate nor packaging; the names below load what they need when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AttentionUnsupported": "errors",
+    "AttentionWarning": "errors",
+    "BufferInvalid": "errors",
+    "CPContext": "context",
+    "CPError": "errors",
+    "CPNotReady": "errors",
+    "CPNotRequested": "errors",
+    "CPWarning": "errors",
+    "Contradiction": "errors",
+    "CreationFailed": "errors",
+    "ForeignOwner": "errors",
+    "LengthInvalid": "errors",
+    "ModelUnsupported": "errors",
+    "NestedContext": "errors",
+    "RankFailed": "errors",
+    "RanksDiffer": "errors",
+    "SequenceParallel": "errors",
+    "StaleContext": "errors",
+    "UntestedVersion": "errors",
+    "VersionTooOld": "errors",
+    "get_cp_context": "resolve",
+    "register_layout": "layouts",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+if TYPE_CHECKING:
+    from .context import CPContext as CPContext
+    from .errors import AttentionUnsupported as AttentionUnsupported
+    from .errors import AttentionWarning as AttentionWarning
+    from .errors import BufferInvalid as BufferInvalid
+    from .errors import Contradiction as Contradiction
+    from .errors import CPError as CPError
+    from .errors import CPNotReady as CPNotReady
+    from .errors import CPNotRequested as CPNotRequested
+    from .errors import CPWarning as CPWarning
+    from .errors import CreationFailed as CreationFailed
+    from .errors import ForeignOwner as ForeignOwner
+    from .errors import LengthInvalid as LengthInvalid
+    from .errors import ModelUnsupported as ModelUnsupported
+    from .errors import NestedContext as NestedContext
+    from .errors import RankFailed as RankFailed
+    from .errors import RanksDiffer as RanksDiffer
+    from .errors import SequenceParallel as SequenceParallel
+    from .errors import StaleContext as StaleContext
+    from .errors import UntestedVersion as UntestedVersion
+    from .errors import VersionTooOld as VersionTooOld
+    from .layouts import register_layout as register_layout
+    from .resolve import get_cp_context as get_cp_context
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -76,7 +76,9 @@ def _rotate(ring: Ring, kv: Tensor, causal: bool) -> Iterator[tuple[int, Tensor]
     for step in range(1, ring.size + 1):
         if step < ring.size:
             reader, following = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
-            incoming = torch.empty_like(_needed(kv, following, ring.rank, causal), memory_format=torch.contiguous_format)
+            incoming = torch.empty_like(
+                _needed(kv, following, ring.rank, causal), memory_format=torch.contiguous_format
+            )
             works = (
                 ring.send(_needed(kv, ring.rank, reader, causal).contiguous(), reader, _KV),
                 ring.receive(incoming, following, _KV),
@@ -154,15 +156,13 @@ class _RingAttention(torch.autograd.Function):
             grad_query[:, :, rows] += block_query
             grad_part = torch.stack((block_key, block_value))
             if heads != kv.shape[2]:
-                grad_part = grad_part.unflatten(2, (kv.shape[2], -1)).sum(dim=3)
+                grad_part = grad_part.view(*kv.shape[:3], -1, *grad_part.shape[-2:]).sum(dim=3)
             if source == ring.rank:
                 grad_kv = grad_part.to(accumulate)
                 continue
             # Straight to the owner of these keys; the owner's reader at the same distance sends ours.
             reader = (2 * ring.rank - source) % ring.size
-            arriving = torch.empty_like(
-                _needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format
-            )
+            arriving = torch.empty_like(_needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format)
             sent = grad_part.contiguous()
             pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
         for send, receive, _, arriving in pending:

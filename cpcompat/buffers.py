@@ -1,0 +1,329 @@
+"""Tensors with a sequence dimension: checked, sharded in place in head-tail order, fingerprinted, restored.
+
+A buffer is sharded by letting the same tensor object point to new storage and restored by pointing it back, so that
+views of one tensor, expanded rows and a view's base all stay what they were (every torch's own context corrupts them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BufferInvalid, LengthInvalid
+
+__all__ = ["Buffer", "differences", "fingerprint", "head_tail", "in_global_order", "positions", "shard", "validate"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One tensor to shard.
+
+    Attributes:
+        tensor: the caller's object.
+        dim: its sequence dimension, not negative.
+        restore: False for a member of ``no_restore_buffers``.
+        index: its place in the caller's list.
+    """
+
+    tensor: Tensor
+    dim: int
+    restore: bool
+    index: int
+
+
+def chunk_length(length: int, size: int) -> int:
+    """The length of one of 2 x cp size chunks.
+
+    Args:
+        length: global sequence length in tokens.
+        size: cp size.
+
+    Returns:
+        length / (2 x size).
+
+    Raises:
+        LengthInvalid: the length is no positive multiple (pytorch #159706, #183968).
+    """
+    multiple = 2 * size
+    if length % multiple or not length:
+        fits = max(multiple, -(-length // multiple) * multiple)
+        raise LengthInvalid(
+            f"a sequence of {length} tokens cannot be cut into 2 x cp size = {multiple} equal chunks",
+            f"sequence length {length}, cp size {size}",
+            f"pad the sequence to {fits}, the next multiple of {multiple}",
+            length=length,
+            multiple=multiple,
+            padded_length=fits,
+        )
+    return length // multiple
+
+
+def _invalid(index: int, problem: str, evidence: str, next_step: str, **facts: Any) -> BufferInvalid:
+    return BufferInvalid(f"buffer {index} {problem}", evidence, next_step, index=index, **facts)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+
+
+def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
+    """Check one buffer by itself; returns its dimension, not negative."""
+    if not isinstance(tensor, Tensor):
+        raise _invalid(index, "is not a tensor", f"{type(tensor).__name__}", "pass tensors only")
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        raise _invalid(
+            index,
+            "is a wrapper around other tensors and cannot be sharded in place",
+            _describe(tensor),
+            "pass the plain local tensor (for a DTensor: .full_tensor())",
+        )
+    if tensor.layout is not torch.strided:
+        raise _invalid(index, "is not a dense tensor", f"layout {tensor.layout}", "call .to_dense() before the block")
+    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise _invalid(
+            index,
+            f"has no dimension {dim!r}",
+            _describe(tensor),
+            f"give buffer_seq_dims[{index}] as an int from {-tensor.dim()} to {tensor.dim() - 1}",
+            dim=dim,
+        )
+    if tensor.requires_grad:
+        raise _invalid(
+            index,
+            "requires grad; a buffer is sharded in place and keeps no graph (Automodel #2931)",
+            _describe(tensor) + f", grad_fn {tensor.grad_fn}",
+            "pass inputs such as ids, labels and positions, or shard this tensor yourself with positions()",
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise _invalid(
+            index,
+            "is an inference tensor and cannot be changed outside inference mode",
+            _describe(tensor),
+            "enter the block inside torch.inference_mode(), or pass tensor.clone()",
+        )
+    return dim % tensor.dim()
+
+
+def validate(
+    buffers: Sequence[Tensor] | None,
+    dims: Sequence[int] | None,
+    no_restore: Collection[Tensor] | None,
+    size: int,
+) -> list[Buffer]:
+    """Check everything about the buffers, touching none.
+
+    Args:
+        buffers: the tensors, or None.
+        dims: the sequence dimension of each.
+        no_restore: those that keep their shard after the block.
+        size: cp size.
+
+    Returns:
+        The buffers, each tensor object once.
+
+    Raises:
+        BufferInvalid, LengthInvalid: what is wrong with which buffer.
+    """
+    tensors = list(buffers) if buffers is not None else []
+    seq_dims = list(dims) if dims is not None else []
+    kept = {id(tensor) for tensor in no_restore} if no_restore is not None else set()
+    if len(tensors) != len(seq_dims):
+        raise BufferInvalid(
+            "buffers and buffer_seq_dims have different lengths",
+            f"{len(tensors)} buffers, {len(seq_dims)} dims",
+            "give one sequence dimension for each buffer",
+            buffers=len(tensors),
+            dims=len(seq_dims),
+        )
+    unknown = kept - {id(tensor) for tensor in tensors}
+    if unknown:
+        raise BufferInvalid(
+            "no_restore_buffers holds a tensor that is not among the buffers",
+            f"{len(unknown)} of {len(kept)}",
+            "pass the same tensor objects in both",
+        )
+    found: dict[int, Buffer] = {}
+    for index, (tensor, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
+        dim = _check_tensor(index, tensor, dim)
+        first = found.setdefault(id(tensor), Buffer(tensor, dim, id(tensor) not in kept, index))
+        if first.dim != dim:
+            raise _invalid(
+                index,
+                f"is the same tensor as buffer {first.index}, with another dimension",
+                f"dims {first.dim} and {dim}",
+                "list the tensor once, or pass a clone",
+            )
+        head = found[id(tensors[0])]
+        if tensor.device != head.tensor.device:
+            raise _invalid(
+                index,
+                "is on another device than buffer 0",
+                f"{tensor.device} and {head.tensor.device}",
+                "move all buffers to one device",
+            )
+        if tensor.shape[dim] != head.tensor.shape[head.dim]:
+            raise _invalid(
+                index,
+                "has another sequence length than buffer 0",
+                f"{tensor.shape[dim]} in dim {dim}, and {head.tensor.shape[head.dim]} in dim {head.dim}",
+                "pass buffers of one sequence, and check buffer_seq_dims",
+            )
+    if tensors:
+        chunk_length(head.tensor.shape[head.dim], size)
+    return list(found.values())
+
+
+def head_tail(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """Chunks `rank` and 2 x `size` - 1 - `rank` of a tensor, joined: what one cp rank holds.
+
+    Args:
+        tensor: any tensor.
+        dim: the dimension to cut, whose length is a multiple of 2 x size.
+        rank: cp rank.
+        size: cp size.
+
+    Returns:
+        A new tensor, 1 / size of the length.
+    """
+    length = tensor.shape[dim] // (2 * size)
+    head = tensor.narrow(dim, rank * length, length)
+    tail = tensor.narrow(dim, (2 * size - 1 - rank) * length, length)
+    return torch.cat((head, tail), dim)
+
+
+def in_global_order(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """Join the shards of all ranks, undoing `head_tail`.
+
+    Args:
+        shards: one tensor for each cp rank, in rank order.
+        dim: the dimension that was cut.
+
+    Returns:
+        The whole tensor.
+    """
+    half = shards[0].shape[dim] // 2
+    heads = [shard.narrow(dim, 0, half) for shard in shards]
+    tails = [shard.narrow(dim, half, half) for shard in reversed(shards)]
+    return torch.cat(heads + tails, dim)
+
+
+def positions(length: int, rank: int, size: int, device: torch.device | str | None = None) -> Tensor:
+    """The global indices that a rank holds.
+
+    Args:
+        length: global sequence length in tokens.
+        rank: cp rank.
+        size: cp size.
+        device: where to put the result.
+
+    Returns:
+        int64 of shape (length / size,).
+
+    Raises:
+        LengthInvalid: see `chunk_length`.
+    """
+    chunk = chunk_length(length, size)
+    tail = (2 * size - 1 - rank) * chunk
+    return torch.cat(
+        (
+            torch.arange(rank * chunk, (rank + 1) * chunk, device=device),
+            torch.arange(tail, tail + chunk, device=device),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A buffer that was sharded.
+
+    Attributes:
+        buffer: the buffer.
+        before: an alias of what its tensor was.
+    """
+
+    buffer: Buffer
+    before: Tensor
+
+
+def _point(tensor: Tensor, to: Tensor) -> None:
+    tensor.data = to
+    if not tensor.is_inference():
+        # A backward that still needs the other values must fail, as it does with torch's own context.
+        torch.autograd.graph.increment_version(tensor)
+
+
+def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
+    """Shard all buffers in place, or none.
+
+    Args:
+        buffers: validated buffers.
+        rank: cp rank.
+        size: cp size.
+
+    Returns:
+        What `restore` needs.
+    """
+    shards = [head_tail(buffer.tensor.detach(), buffer.dim, rank, size) for buffer in buffers]
+    done: list[Sharded] = []
+    try:
+        for buffer, part in zip(buffers, shards, strict=True):
+            done.append(Sharded(buffer, buffer.tensor.data))
+            _point(buffer.tensor, part)
+    except BaseException:
+        restore(done, everything=True)
+        raise
+    return done
+
+
+def restore(done: Sequence[Sharded], *, everything: bool) -> None:
+    """Point each tensor back at what it was, copying nothing.
+
+    Args:
+        done: what `shard` returned.
+        everything: also those that were to keep their shard (after an error, when nobody will use it).
+    """
+    for sharded in done:
+        if everything or sharded.buffer.restore:
+            _point(sharded.buffer.tensor, sharded.before)
+
+
+def fingerprint(buffers: Sequence[Buffer]) -> list[tuple[str, str]]:
+    """Short descriptions of the buffers, equal only where shape, dtype, dimension and every value are.
+
+    Args:
+        buffers: validated buffers.
+
+    Returns:
+        (readable part, digest of the values) for each.
+    """
+    return [(f"{tuple(b.tensor.shape)} {b.tensor.dtype} dim {b.dim}", _digest(b.tensor)) for b in buffers]
+
+
+def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "no values (meta)"
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def differences(all_prints: Sequence[Sequence[tuple[str, str]]]) -> Iterator[tuple[int, dict[int, str]]]:
+    """Find the buffers that are not the same on all ranks.
+
+    Args:
+        all_prints: the fingerprints of each rank.
+
+    Yields:
+        The buffer's place in the list, and for each rank what it holds.
+    """
+    for index in range(max(map(len, all_prints))):
+        held = {
+            rank: "{} values {}".format(*prints[index]) if index < len(prints) else "no such buffer"
+            for rank, prints in enumerate(all_prints)
+        }
+        if len(set(held.values())) > 1:
+            yield index, held
