@@ -169,10 +169,11 @@ def _look(acc: Any) -> _Seen:
 
     torch_cp.require()
     seen = _Seen(acc, installed("accelerate"), read(acc, ("parallelism_config",)))
-    if read(acc, ("state", "initialized")) is False:
+    state = read(acc, ("state",))
+    if type(state).__name__ == "AcceleratorState" and read(state, ("distributed_type",)) is ABSENT:
         raise StaleContext(
             "accelerate's state was reset after this Accelerator was made",
-            "acc.state.initialized is False",
+            "acc.state.distributed_type is gone",
             "make a new Accelerator; AcceleratorState._reset_state() leaves the old one without state",
         )
     if _is_mock(seen.config):
@@ -309,7 +310,7 @@ def _existing(seen: _Seen, request: _Request) -> CPContext | None:
     owner = _foreign_owner(seen)
     if owner is not None:
         return owner
-    dead = ""
+    dead = False
     for layout in LAYOUTS:
         if layout.kind == "context":
             value = read(seen.acc, layout.path)
@@ -318,18 +319,15 @@ def _existing(seen: _Seen, request: _Request) -> CPContext | None:
                 if not isinstance(verdict, str):
                     return verdict
                 seen.note(layout, f"rejected: {verdict}")
-                dead = dead or (verdict if "process group" in verdict else "")
+                dead = dead or "dead mesh" in verdict
             else:
                 seen.note(layout, "absent" if value is ABSENT else "rejected: None")
     if dead:
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            raise StaleContext(
-                "the accelerator's CP context is stale",
-                "; ".join(seen.trail),
-                "make a new Accelerator after init_process_group() and call get_cp_context() with it",
-            )
+        raise StaleContext(
+            "the accelerator's CP context is stale",
+            "; ".join(seen.trail),
+            "make a new Accelerator after init_process_group() and call get_cp_context() with it",
+        )
     return None
 
 
@@ -384,6 +382,8 @@ def _judge(value: Any, layout: Layout, seen: _Seen, request: _Request) -> CPCont
         positional = (*function.args, *positional)
         function = function.func
     if made_by_us:
+        if not value.alive:
+            return "a context over a dead mesh: its process group was destroyed"
         mesh = value.mesh
     elif callable(function) and torch_cp.is_context_parallel(function):
         mesh = bound.get("mesh", positional[0] if positional else None)
@@ -400,7 +400,7 @@ def _judge(value: Any, layout: Layout, seen: _Seen, request: _Request) -> CPCont
         return f"a context over another mesh: ranks {_ranks(mesh)}, the accelerator's are {_ranks(own)}"
     if request.cp_size not in (None, mesh.size()):
         return f"a context of cp size {mesh.size()}, not {request.cp_size}"
-    if isinstance(value, CPContext) and value.alive:
+    if isinstance(value, CPContext):
         seen.note(layout, "taken: made by cpcompat")
         return value
     seen.note(layout, "taken: torch's context_parallel over the accelerator's cp mesh" if not made_by_us else "taken")
