@@ -30,6 +30,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from .errors import RankFailed
@@ -111,6 +112,7 @@ class Ranks:
                 "the function must stand at the top of a module, the arguments must pickle"
             ) from error
         limit = self.timeout if timeout is None else timeout
+        self.output = [""] * self.nproc
         with self._killed_on_error():
             if not all(rank.process.is_alive() for rank in self._ranks):
                 self._kill()
@@ -206,7 +208,7 @@ class Ranks:
             if pickled is not None:
                 with contextlib.suppress(Exception):
                     exception = pickle.loads(pickled)
-            next_step = "read the traceback; another rank that still runs waits for this one"
+            next_step = "read the traceback; a rank that still runs most likely waits for this one"
         elif culprit.news == b"died":
             what = f"rank {culprit.number} of {self.nproc} {states[culprit.number]} before it could {deed}"
             if culprit.joined:
@@ -333,7 +335,9 @@ class _Rank:
             while time.monotonic() < deadline and not path.stat().st_size:
                 time.sleep(0.01)
             time.sleep(0.02)
-            return ", in\n" + "\n".join(path.read_text().rstrip().splitlines()[1:])
+            frames = path.read_text().rstrip().splitlines()[1:]
+            ours = [number for number, frame in enumerate(frames) if f'"{__file__}"' in frame and "in _call" in frame]
+            return ", most recent call first, in\n" + "\n".join(frames[: ours[0] if ours else None])
         return ""
 
     def kill(self) -> None:
@@ -439,6 +443,7 @@ def _serve(conn: Connection, folder: Path, rank: int, size: int, backend: str, p
 
 def _call(job: dict[str, Any], own: dict[str, str]) -> tuple[bytes, bytes]:
     """Run one job; the news and what goes with it, pickled."""
+    __tracebackhide__ = True
     os.environ.clear()
     os.environ.update({**job["env"], **own})
     sys.path[:] = job["path"]
@@ -452,12 +457,19 @@ def _call(job: dict[str, Any], own: dict[str, str]) -> tuple[bytes, bytes]:
             raise TypeError(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}") from error
     except BaseException as error:
         what = traceback.format_exception_only(type(error), error)[-1].strip()
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        trace = "".join(traceback.format_exception(type(error), error, _from_body(error.__traceback__)))
         pickled = None
         with contextlib.suppress(Exception):
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
         return b"failed", pickle.dumps((what, trace, pickled))
+
+
+def _from_body(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames that called the body; they are marked the way pytest knows."""
+    while trace and trace.tb_next and "__tracebackhide__" in trace.tb_frame.f_locals:
+        trace = trace.tb_next
+    return trace
 
 
 def _reset_accelerate() -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from ranks import launch_bodies as bodies
 
+import cpcompat
 from cpcompat.errors import RankFailed
 from cpcompat.launch import Ranks, run_ranks
 
-ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+ROOT = Path(cpcompat.__file__).parents[1]
 
 
 def alive(pid):
@@ -281,7 +283,7 @@ def script(tmp_path, body):
         "import os, sys\n\n"
         "if __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(body), "    ")
     )
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(
         [sys.executable, str(path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
