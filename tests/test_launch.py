@@ -131,7 +131,7 @@ def test_exception(ranks):
     assert error.__cause__ is error.exception
     assert "in boom" in error.traceback
     assert error.traceback in textwrap.dedent(str(error).replace("\n        ", "\n"))
-    assert "still running, in" in error.states[0]
+    assert "still running, most recent call first" in error.states[0]
     assert "launch_bodies.py" in error.states[0]
     assert "barrier" in error.states[0]
     assert error.states[1] == "raised ValueError: boom"
