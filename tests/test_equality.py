@@ -38,9 +38,7 @@ def test_cp_4(ranks4: Ranks, wrapper: str, method: str) -> None:
 def test_two_data_parallel_groups_of_cp_2(ranks4: Ranks, wrapper: str) -> None:
     argument = not RELEASE.has_config
     check(
-        ranks4.run(
-            llama_equality, 2, fsdp2=wrapper == "FSDP2", rotate_method="alltoall", argument=argument, dp_size=2
-        )
+        ranks4.run(llama_equality, 2, fsdp2=wrapper == "FSDP2", rotate_method="alltoall", argument=argument, dp_size=2)
     )
 
 

@@ -27,8 +27,6 @@ def test_numbers(ranks: Ranks, method: str, dtype: str, causal: bool) -> None:
             assert found["worst"] < LIMITS[dtype]
 
 
-@pytest.mark.parametrize(
-    "body", [bodies.three_dimensions, bodies.backward_after_the_block, bodies.only_some_gradients]
-)
+@pytest.mark.parametrize("body", [bodies.three_dimensions, bodies.backward_after_the_block, bodies.only_some_gradients])
 def test_special_calls(ranks: Ranks, body) -> None:
     assert max(ranks.run(body)) < 2e-6

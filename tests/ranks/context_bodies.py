@@ -316,7 +316,11 @@ def global_order() -> None:
     (whole_again * weights).sum().backward()  # every rank computes the same loss from the whole
     assert torch.equal(whole_again.detach(), weights)
     assert torch.equal(local.grad, weights[index] * cp.size), "a sum over ranks, which DDP's average undoes"
-    for bad in (lambda: cp.unshard([local], [3]), lambda: cp.unshard([local[:3]], [0]), lambda: cp.unshard([local], [])):
+    for bad in (
+        lambda: cp.unshard([local], [3]),
+        lambda: cp.unshard([local[:3]], [0]),
+        lambda: cp.unshard([local], []),
+    ):
         try:
             bad()
         except CPError as error:

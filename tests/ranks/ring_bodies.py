@@ -54,9 +54,7 @@ def compare(rotate_method: str, dtype: str, causal: bool) -> dict[str, float]:
             local = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in local]
         local = [t.requires_grad_() for t in local]
         with cp():
-            mine = F.scaled_dot_product_attention(
-                *local, is_causal=causal, scale=scale, enable_gqa=heads != key_heads
-            )
+            mine = F.scaled_dot_product_attention(*local, is_causal=causal, scale=scale, enable_gqa=heads != key_heads)
             mine.backward(head_tail(grad, 2, rank, size))
         pairs = [(mine, right), *((m.grad, r.grad) for m, r in zip(local, exact, strict=True))]
         worst = max(worst, *(relative(m.detach(), head_tail(r.detach(), 2, rank, size), r.detach()) for m, r in pairs))
@@ -77,9 +75,7 @@ def three_dimensions() -> float:
     whole = [torch.randn(3, length, 16) for _ in range(3)]
     right = F.scaled_dot_product_attention(*whole, is_causal=True)
     with cp():
-        mine = F.scaled_dot_product_attention(
-            *(head_tail(t, 1, cp.rank, cp.size) for t in whole), is_causal=True
-        )
+        mine = F.scaled_dot_product_attention(*(head_tail(t, 1, cp.rank, cp.size) for t in whole), is_causal=True)
     assert mine.shape == (3, 4, 16)
     return relative(mine, head_tail(right, 1, cp.rank, cp.size))
 
@@ -95,9 +91,7 @@ def backward_after_the_block() -> float:
     with cp():
         out = F.scaled_dot_product_attention(*local, is_causal=True)
     out.sum().backward()
-    return max(
-        relative(m.grad, head_tail(w.grad, 2, cp.rank, cp.size)) for m, w in zip(local, whole, strict=True)
-    )
+    return max(relative(m.grad, head_tail(w.grad, 2, cp.rank, cp.size)) for m, w in zip(local, whole, strict=True))
 
 
 def only_some_gradients() -> float:

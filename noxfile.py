@@ -1,0 +1,99 @@
+"""Every check of cpcompat, each in an environment of its own; versions come from the project's own tables.
+
+``nox`` runs lint, types, tests and the accelerate matrix; ``nox -l`` lists the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from cpcompat.layouts import RELEASES  # noqa: E402
+
+TORCH = "2.13.0"
+ACCELERATES = [version for row in RELEASES for version in row.tried]
+NEWEST = ACCELERATES[-1]
+BROKEN = next(row.tried[0] for row in RELEASES if row.has_config and row.own_context == "never")
+# What depends on accelerate; the engine and the ring, which do not, run once in `tests`.
+MATRIX = ["tests/test_resolve.py", "tests/test_equality.py", "tests/test_hooks.py", "tests/test_verify.py"]
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests", "accelerate"]
+
+PROJECT = nox.project.load_toml(str(ROOT / "pyproject.toml"))
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group."""
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+def install(session: nox.Session, *requirements: str, accelerate: str = NEWEST, torch: str = TORCH) -> None:
+    """Install the package with exact versions, and prove that these are the versions which run."""
+    session.install("-e", ".", f"torch=={torch}", f"accelerate=={accelerate}", *requirements)
+    prove(session, torch=torch, accelerate=accelerate)
+
+
+def prove(session: nox.Session, **versions: str) -> None:
+    """A leg proves its identity before it tests."""
+    code = (
+        "import importlib, sys\n"
+        "for pair in sys.argv[1:]:\n"
+        "    name, wanted = pair.split('==')\n"
+        "    found = importlib.import_module(name).__version__.split('+')[0]\n"
+        "    assert found == wanted, f'{name} {found} runs where {wanted} was claimed'\n"
+        "    print(name, found)\n"
+    )
+    session.run("python", "-c", code, *(f"{name}=={version}" for name, version in versions.items()))
+
+
+def pytest(session: nox.Session, *arguments: str, record: str = "") -> None:
+    """Run the suite; with ``-- --record`` the result file that the tables are made of is written."""
+    options = [option for option in session.posargs if option != "--record"]
+    if record and "--record" in session.posargs:
+        options.append(f"--record={ROOT / 'results' / record}.json")
+    session.run("python", "-m", "pytest", *arguments, *options, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    install(session, *group("types"))
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole suite on the newest accelerate."""
+    install(session, *group("test"))
+    pytest(session, "tests", record=f"accelerate-{NEWEST}-whole")
+
+
+@nox.session
+@nox.parametrize("version", ACCELERATES, ids=ACCELERATES)
+def accelerate(session: nox.Session, version: str) -> None:
+    """What depends on accelerate, on each release of the table."""
+    install(session, *group("test"), accelerate=version)
+    pytest(session, *MATRIX, record=f"accelerate-{version}")
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Show the repair on the release that makes no context by itself."""
+    install(session, "transformers", accelerate=BROKEN)
+    session.run("python", "-m", "cpcompat", "verify", *session.posargs)
