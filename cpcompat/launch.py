@@ -15,7 +15,6 @@ import multiprocessing
 import multiprocessing.util  # registers its exit hook, which joins children, before ours
 import os
 import pickle
-import random
 import shutil
 import signal
 import socket
@@ -23,17 +22,15 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from .errors import RankFailed
+from .rank import dumps, serve
 
 __all__ = ["Ranks", "run_ranks"]
 
@@ -104,7 +101,7 @@ class Ranks:
         """
         job: dict[str, Any] = {"env": {**os.environ, **(env or {})}, "path": sys.path, "cwd": os.getcwd()}
         try:
-            job["call"] = pickle.dumps((fn, args, kwargs))
+            job["call"] = dumps((fn, args, kwargs))
         except Exception as error:
             name = getattr(fn, "__qualname__", repr(fn))
             raise TypeError(
@@ -150,7 +147,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             args = (theirs, self._folder, number, self.nproc, self.backend, port)
             process = context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=args, name=f"cpcompat rank {number}"
+                target=serve, args=args, name=f"cpcompat rank {number}"
             )
             self._ranks.append(_Rank(number, process, ours, theirs, self._folder))
         atexit.register(self._kill)
@@ -336,7 +333,7 @@ class _Rank:
                 time.sleep(0.01)
             time.sleep(0.02)
             frames = path.read_text().rstrip().splitlines()[1:]
-            ours = [number for number, frame in enumerate(frames) if f'"{__file__}"' in frame and "in _call" in frame]
+            ours = [number for number, frame in enumerate(frames) if f'"{serve.__code__.co_filename}"' in frame]
             return ", most recent call first, in\n" + "\n".join(frames[: ours[0] if ours else None])
         return ""
 
@@ -377,118 +374,3 @@ def _context(backend: str) -> BaseContext:
         os.environ.clear()
         os.environ.update(before)
     return context
-
-
-# From here on: inside a rank.
-
-
-def _serve(conn: Connection, folder: Path, rank: int, size: int, backend: str, port: int) -> None:
-    if hasattr(os, "setsid"):
-        os.setsid()
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, (folder / f"stack-{rank}").open("w"), all_threads=False)
-
-    own = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    if backend == "gloo":
-        own["ACCELERATE_USE_CPU"] = "true"
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:  # else gloo looks the host's name up, which not every machine can
-        own["GLOO_SOCKET_IFNAME"] = loopback[0]
-    os.environ.update(own)
-
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-    # The parent's deadline ends a wait, with more to tell than the group's own.
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(hours=1))
-    group = dist.group.WORLD
-    conn.send_bytes(b"ready")
-    while True:
-        try:
-            word = conn.recv_bytes()
-        except EOFError:
-            word = b"end"
-        if word == b"end":
-            _flush()
-            os._exit(0)  # destroy_process_group aborts or hangs, on many releases, after a correct run
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        random.seed(0)
-        news, result = _call(pickle.loads((folder / "job").read_bytes()), own)
-        if news == b"done" and (not dist.is_initialized() or dist.group.WORLD is not group):
-            news = b"spent"
-        (folder / f"result-{rank}").write_bytes(result)
-        _reset_accelerate()
-        _flush()
-        conn.send_bytes(news)
-
-
-def _call(job: dict[str, Any], own: dict[str, str]) -> tuple[bytes, bytes]:
-    """Run one job; the news and what goes with it, pickled."""
-    __tracebackhide__ = True
-    os.environ.clear()
-    os.environ.update({**job["env"], **own})
-    sys.path[:] = job["path"]
-    os.chdir(job["cwd"])
-    try:
-        fn, args, kwargs = pickle.loads(job["call"])
-        result = fn(*args, **kwargs)
-        try:
-            return b"done", pickle.dumps(result)
-        except Exception as error:
-            raise TypeError(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}") from error
-    except BaseException as error:
-        what = traceback.format_exception_only(type(error), error)[-1].strip()
-        trace = "".join(traceback.format_exception(type(error), error, _from_body(error.__traceback__)))
-        pickled = None
-        with contextlib.suppress(Exception):
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        return b"failed", pickle.dumps((what, trace, pickled))
-
-
-def _from_body(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames that called the body; they are marked the way pytest knows."""
-    while trace and trace.tb_next and "__tracebackhide__" in trace.tb_frame.f_locals:
-        trace = trace.tb_next
-    return trace
-
-
-def _reset_accelerate() -> None:
-    state = sys.modules.get("accelerate.state")
-    if state is not None:  # clears dictionaries; the process group stays
-        state.AcceleratorState._reset_state(True)
-        state.GradientState._reset_state()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        if hasattr(os, "killpg"):
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)

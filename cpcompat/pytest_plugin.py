@@ -7,25 +7,19 @@ directory and the warning filters. The plugin works from a vendored copy, too, a
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib
-import importlib.util
 import inspect
-import os
 import pickle
-import sys
 import unittest
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 import pytest
 
 from .errors import RankFailed
 from .launch import Ranks
+from .rank import Place, dumps, find, place_of
 
 T = TypeVar("T")
 
@@ -72,10 +66,8 @@ class CPRun:
     ) -> list[T]:
         """Call ``fn`` on the ranks."""
         __tracebackhide__ = True
-        module = sys.modules.get(getattr(fn, "__module__", None) or "")
-        ranks = _ranks(self._config, nproc)
         try:
-            return ranks.run(_apply, _place(module), _pickled(fn, args, kwargs), timeout=timeout, env=env)
+            return _ranks(self._config, nproc).run(fn, *args, timeout=timeout, env=env, **kwargs)
         except RankFailed as error:
             raise error.with_traceback(None) from error.__cause__
 
@@ -111,13 +103,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     options = _options(*marker.args, **marker.kwargs)
     ranks = _ranks(pyfuncitem.config, options.pop("nproc"))
-    place = _place(pyfuncitem.module)
     state = vars(pyfuncitem.instance) if pyfuncitem.cls is not None else {}
-    rest = _pickled(state, list(warnings.filters))
+    filters = list(warnings.filters)
     classes = [node.name for node in pyfuncitem.listchain() if isinstance(node, pytest.Class)]
-    body = [*classes, pyfuncitem.originalname]
+    path = ".".join([*classes, pyfuncitem.originalname])
+    place = place_of(pyfuncitem.module)
     try:
-        verdicts = ranks.run(_test, place, body, _travelling(pyfuncitem), rest, **options)
+        verdicts = ranks.run(_test, place, path, _travelling(pyfuncitem), state, filters, **options)
     except RankFailed as error:
         pyfuncitem.stash[_FAILURE] = error
         # What the body raised is what an xfail mark asks about.
@@ -174,25 +166,6 @@ def _ranks(config: pytest.Config, nproc: int) -> Ranks:
     return sets[nproc]
 
 
-def _place(module: ModuleType | None) -> tuple[str, str, bool] | None:
-    """Where a rank finds a module that pytest may have imported by its path; and whether to rewrite its asserts."""
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or module.__name__ == "__main__":
-        return None
-    rewritten = type(getattr(module.__spec__, "loader", None)).__name__ == "AssertionRewritingHook"
-    return module.__name__, file, rewritten
-
-
-def _pickled(*values: Any) -> bytes:
-    __tracebackhide__ = True
-    try:
-        return pickle.dumps(values)
-    except Exception as error:
-        raise TypeError(
-            f"this cannot be sent to the ranks ({error}): functions must stand at the top of a module, values must pickle"
-        ) from None
-
-
 def _travelling(item: pytest.Function) -> dict[str, bytes | None]:
     """The arguments of a test, pickled one by one; None stands for a monkeypatch, which each rank makes itself."""
     packed: dict[str, bytes | None] = {}
@@ -207,7 +180,7 @@ def _travelling(item: pytest.Function) -> dict[str, bytes | None]:
         why = "it belongs to this process"
         if not kind.__module__.startswith("_pytest.") or kind.__module__.startswith("_pytest._py"):
             try:
-                packed[name] = pickle.dumps(value)
+                packed[name] = dumps(value)
                 continue
             except Exception as error:
                 why = str(error)
@@ -222,27 +195,18 @@ def _travelling(item: pytest.Function) -> dict[str, bytes | None]:
 # From here on: inside a rank.
 
 
-def _apply(place: tuple[str, str, bool] | None, call: bytes) -> Any:
-    __tracebackhide__ = True
-    if place is not None:
-        _module(*place)
-    fn, args, kwargs = pickle.loads(call)
-    return fn(*args, **kwargs)
-
-
 def _test(
-    place: tuple[str, str, bool], body: list[str], packed: dict[str, bytes | None], rest: bytes
+    place: Place, path: str, packed: dict[str, bytes | None], state: dict[str, Any], filters: list[Any]
 ) -> tuple[str, str] | None:
     """Run a test's body; what it said, if it left by pytest.skip or pytest.xfail."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as stack:
-        found: Any = _module(*place)
-        state, filters = pickle.loads(rest)
-        for name in body[:-1]:
-            found = getattr(found, name)
-        if len(body) > 1:
-            found = found()
-            vars(found).update(state)
+        body = find(place, path)
+        if "." in path:
+            owner, _, name = path.rpartition(".")
+            instance = find(place, owner)()
+            vars(instance).update(state)
+            body = getattr(instance, name)
         args = {
             name: stack.enter_context(pytest.MonkeyPatch.context()) if value is None else pickle.loads(value)
             for name, value in packed.items()
@@ -250,7 +214,7 @@ def _test(
         stack.enter_context(warnings.catch_warnings())
         _filter(filters)
         try:
-            result = getattr(found, body[-1])(**args)
+            result = body(**args)
         except pytest.skip.Exception as left:
             return "skipped", str(left)
         except pytest.xfail.Exception as left:
@@ -265,44 +229,3 @@ def _filter(filters: list[Any]) -> None:
     for action, message, category, module, line in reversed(filters):
         pattern, where = (getattr(part, "pattern", part) or "" for part in (message, module))
         warnings.filterwarnings(action, pattern, category, where, line)
-
-
-def _module(name: str, file: str, rewrite: bool) -> ModuleType:
-    """Import a module under the name it has in the parent, from the same file, also where no path leads there."""
-    __tracebackhide__ = True
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == file:
-        return known
-    spec = None
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(name)  # imports its parents
-    if spec is not None and spec.origin == file and not rewrite:
-        return importlib.import_module(name)
-    folder = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
-    loader = (_Rewriting if rewrite else SourceFileLoader)(name, file)
-    spec = importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=folder)
-    assert spec is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-class _Rewriting(SourceFileLoader):
-    """Let an assert tell its values, as in any test; without pytest's hook, which needs a whole session."""
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        path = self.get_filename(fullname)
-        try:
-            from _pytest.assertion.rewrite import rewrite_asserts
-
-            source = self.get_data(path)
-            tree = ast.parse(source, path)
-            rewrite_asserts(tree, source, path)
-            code: CodeType = compile(tree, path, "exec", dont_inherit=True)
-            return code
-        except (ImportError, TypeError):  # a pytest whose rewriting has moved: plain asserts
-            return super().get_code(fullname)
