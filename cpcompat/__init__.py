@@ -32,7 +32,9 @@ _HOMES = {
     "UntestedVersion": "errors",
     "VersionTooOld": "errors",
     "get_cp_context": "resolve",
+    "patch": "patching",
     "register_layout": "layouts",
+    "unpatch": "patching",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from .errors import UntestedVersion as UntestedVersion
     from .errors import VersionTooOld as VersionTooOld
     from .layouts import register_layout as register_layout
+    from .patching import patch as patch
+    from .patching import unpatch as unpatch
     from .resolve import get_cp_context as get_cp_context
 
 
