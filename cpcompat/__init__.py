@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AttentionUnsupported": "errors",
     "AttentionWarning": "errors",
+    "BatchInvalid": "errors",
+    "BatchUnsupported": "errors",
     "BufferInvalid": "errors",
     "CPContext": "context",
     "CPError": "errors",
@@ -23,6 +25,7 @@ _HOMES = {
     "CreationFailed": "errors",
     "ForeignOwner": "errors",
     "LengthInvalid": "errors",
+    "LossWarning": "errors",
     "ModelUnsupported": "errors",
     "NestedContext": "errors",
     "RankFailed": "errors",
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from .context import CPContext as CPContext
     from .errors import AttentionUnsupported as AttentionUnsupported
     from .errors import AttentionWarning as AttentionWarning
+    from .errors import BatchInvalid as BatchInvalid
+    from .errors import BatchUnsupported as BatchUnsupported
     from .errors import BufferInvalid as BufferInvalid
     from .errors import Contradiction as Contradiction
     from .errors import CPError as CPError
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from .errors import CreationFailed as CreationFailed
     from .errors import ForeignOwner as ForeignOwner
     from .errors import LengthInvalid as LengthInvalid
+    from .errors import LossWarning as LossWarning
     from .errors import ModelUnsupported as ModelUnsupported
     from .errors import NestedContext as NestedContext
     from .errors import RankFailed as RankFailed

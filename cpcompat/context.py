@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import batch as _batch
 from . import buffers as _buffers
 from . import ring as _ring
 from . import torch_cp
@@ -25,6 +27,7 @@ from .errors import (
     Contradiction,
     CPError,
     ForeignOwner,
+    LossWarning,
     NestedContext,
     RanksDiffer,
     StaleContext,
@@ -85,6 +88,9 @@ class CPContext:
         self._models = Models()
         self._agreed = False
         self._attended = False
+        self._counted = False
+        self._block: _Block | None = None
+        self._lengths: tuple[int, int] | None = None
         self._ring: _ring.Ring | None = None
         if mesh is not None:
             group = mesh.get_group()
@@ -235,6 +241,146 @@ class CPContext:
             whole.append(_Unshard.apply(tensor, dim % tensor.dim(), ring))  # type: ignore[no-untyped-call]
         return whole
 
+    def batch(
+        self, batch: Mapping[str, Any], *, pad_token_id: int | None = None, ignore_index: int = -100
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Make a block for a whole batch: ``with cp.batch(batch) as local: logits = model(**local).logits``.
+
+        Labels are shifted before the cut and come as ``shift_labels``: label i belongs to logits i, and is not to be
+        shifted again. (Labels that are aligned already go in as ``shift_labels``.) ``position_ids`` are made where
+        missing, the sequence is padded on the right to a multiple of 2 x size, and every tensor with the sequence
+        dimension is cut, one with a graph differentiably. An attention mask that says only right padding, or plain
+        causal, is dropped: causal attention does not look at what comes later. What has no sequence dimension is passed on.
+
+        Args:
+            batch: what a collator returns, the same on all ranks of the cp group: a mapping with ``input_ids``
+                (batch, length) or ``inputs_embeds`` (batch, length, width).
+            pad_token_id: fills ``input_ids``. None for 0: any id will do, as no real token attends to it.
+            ignore_index: the label that counts for nothing.
+
+        Returns:
+            A context manager for one use, which yields a new dict; its shards stay what they are after the block. The
+            caller's mapping and tensors are never changed, so they can be used inside the block, too. Entering raises
+            `BatchInvalid`, `BatchUnsupported`, and what a plain block raises.
+        """
+        return _BatchBlock(self, functools.partial(_batch.prepare, batch, self.size, pad_token_id, ignore_index))
+
+    def reduce_loss(self, loss_sum: Tensor, num_tokens: float | Tensor | Sequence[float | Tensor]) -> Tensor:
+        """Turn each rank's summed loss into the mean over all tokens of the global batch; every rank must call it.
+
+        With S_r the sum and n_r the tokens of rank r, of W ranks (data times cp), the mean is M = sum S_r / sum n_r. DDP
+        and FSDP average gradients over the W ranks, so what rank r must differentiate is W S_r / sum n_r: then the
+        average is the gradient of M. The result has the value M on every rank and that gradient. A rank with no labels
+        takes part with S_r = 0 and n_r = 0; where no rank has any, value and gradient are 0. Ranks that repeat the work
+        of others (tensor parallelism) cancel out.
+
+        With gradient accumulation, batch k of G has sums S_rk and counts n_rk, and the mean over the optimizer step is
+        sum S_rk / N with N = sum n_rk over all r and k: a batch with more tokens weighs more. N must be known before the
+        first backward, so give the counts of all batches of the step as a sequence, the same at each of its calls. Then
+        rank r differentiates W G S_rk / N, because `Accelerator.backward` divides by G =
+        ``gradient_accumulation_steps``; also the last step of an epoch, with fewer batches than G, comes out right. The
+        values are G sum_r S_rk / N: their sum over G is the mean. With a single number each batch gets the weight 1 / G,
+        which is the mean over tokens only where all batches have equally many.
+
+        Args:
+            loss_sum: sum of the losses of this rank's tokens, as from ``cross_entropy(..., reduction="sum")``.
+            num_tokens: how many tokens that is; or, for exact accumulation, a sequence with the tokens of each batch of
+                the step. Only sums over ranks matter, so that a whole batch's count divided by `size` does as well.
+
+        Returns:
+            The loss for ``acc.backward``, a float32 (or wider) scalar. Differentiable where loss_sum is.
+
+        Raises:
+            BatchInvalid: loss_sum is not one number.
+            StaleContext: the process group was destroyed.
+        """
+        self._live_ring()
+        block = self._block
+        labelled = block.labelled() if isinstance(block, _BatchBlock) else None
+        reduced = _batch.reduce_loss(
+            loss_sum, num_tokens, getattr(self._accelerator(), "gradient_accumulation_steps", 1), labelled
+        )
+        if not self._counted:
+            self._counted = True
+            fewest, known = reduced.fewest.item(), reduced.labelled.item()
+            if fewest > known * (1 + 1e-5):
+                warnings.warn(
+                    LossWarning(
+                        "reduce_loss was given more tokens than this batch has labels, so that loss and gradients "
+                        "become too small",
+                        f"num_tokens adds up to {fewest:g} over all ranks, and {known:g} tokens have a label",
+                        "count this rank's shift_labels, or divide a whole batch's count of labels[:, 1:] by cp.size",
+                    ),
+                    stacklevel=2,
+                )
+        return reduced.loss
+
+    def gather(self, tensor: Tensor, seq_dim: int) -> Tensor:
+        """Join the ranks' shards of logits or other values of the latest batch; every rank of the cp group must call it.
+
+        Args:
+            tensor: a shard, as the model returned it in the block of `batch`.
+            seq_dim: its sequence dimension.
+
+        Returns:
+            The whole tensor, the same on all ranks of the cp group: each sample once, in global order, without the
+            padding that `batch` added. Differentiable, see `unshard`.
+
+        Raises:
+            BatchInvalid: the tensor is not of the latest batch.
+            BufferInvalid, StaleContext: see `unshard`.
+        """
+        (whole,) = self.unshard([tensor], [seq_dim])
+        return whole if self._lengths is None else _batch.trim(whole, seq_dim, *self._lengths)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Use ordinary attention for a while, inside a block: for a frozen encoder, a reward model, cross-attention.
+
+        What runs in it sees whole sequences of its own, with any mask; outside a block nothing changes. It can be nested
+        and left by an exception. Backward may run outside it, but activation checkpointing has to be inside: what
+        is computed again must be computed the same way.
+
+        Raises:
+            NestedContext: attention belongs to another context's block.
+            ForeignOwner: another library owns CP here.
+        """
+        self._own_ring()
+        block = self._block
+        if block is None and is_active():
+            raise NestedContext(
+                "the context-parallel block that is active is not one of this context",
+                f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
+                "call disabled() of the context whose block this is",
+            )
+        standing = F.scaled_dot_product_attention
+        if block is not None:
+            F.scaled_dot_product_attention = block._original
+        try:
+            yield
+        finally:
+            if block is not None and self._block is block:
+                F.scaled_dot_product_attention = standing
+
+    def broadcast_batch(self, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Give every rank of the cp group the batch of cp rank 0; every rank of it must call.
+
+        For loaders that give each rank its own samples: an IterableDataset, or any on accelerate 1.9 and older.
+
+        Args:
+            batch: cp rank 0's batch, or None where its loader has ended; on the other ranks it is not looked at.
+
+        Returns:
+            A new dict, on cp rank 0 with the same tensors, on the others with copies without graph, on the same kind of
+            device; other values travel by pickle. None on all ranks where cp rank 0 passed None.
+
+        Raises:
+            BatchInvalid: on cp rank 0, for what cannot be sent.
+            RanksDiffer: on the others, when cp rank 0 could not send.
+            StaleContext: the process group was destroyed.
+        """
+        return _batch.broadcast(batch, self._live_ring(), self._device_type)
+
     def attach_hooks(self) -> None:
         """Give every model that the accelerator holds now its mask hooks; done at each entry too.
 
@@ -266,7 +412,7 @@ class _Unshard(torch.autograd.Function):
         return _buffers.head_tail(total, ctx.dim, ctx.ring.rank, ctx.ring.size).to(grad.dtype), None, None
 
 
-class _Block(AbstractContextManager[None]):
+class _Block(AbstractContextManager[Any]):
     """One use of a context: validate, shard, attend, restore."""
 
     def __init__(
@@ -286,7 +432,7 @@ class _Block(AbstractContextManager[None]):
         self._open = False
         self._torch: AbstractContextManager[None] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         cp = self._cp
         ring = cp._live_ring()
         if self._open or is_active():
@@ -308,6 +454,7 @@ class _Block(AbstractContextManager[None]):
             self._close(failed=True)
             raise
         self._open = True
+        cp._block, cp._lengths = self, None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -340,6 +487,7 @@ class _Block(AbstractContextManager[None]):
             self._undo = []
             self._arguments = (None, None, None)
             self._open = False
+            self._cp._block = None
 
     def _validate(self) -> list[_buffers.Buffer]:
         cp = self._cp
@@ -486,6 +634,55 @@ class _Block(AbstractContextManager[None]):
                 "pass enable_gqa=True where one number is a multiple of the other",
             )
         return None
+
+
+class _BatchBlock(_Block):
+    """A block over a batch, which is prepared where a block validates: an error on one rank is one on all."""
+
+    def __init__(self, cp: CPContext, prepare: Callable[[], _batch.Whole]) -> None:
+        super().__init__(cp, None, None, None, None)
+        self._prepare = prepare
+        self._shards: dict[str, Tensor] = {}
+
+    def __enter__(self) -> dict[str, Any]:
+        super().__enter__()
+        cp, whole = self._cp, self._whole
+        cp._lengths = whole.length, whole.padded
+        try:
+            return whole.local(self._shards, cp.rank, cp.size)
+        except BaseException:
+            self._close(failed=True)
+            raise
+
+    def labelled(self) -> Tensor | None:
+        """How many of this rank's tokens have a label; None where the batch has no labels."""
+        labels = self._shards.get("shift_labels")
+        return None if labels is None else (labels != self._whole.ignore_index).sum()
+
+    def _validate(self) -> list[_buffers.Buffer]:
+        self._whole = self._prepare()
+        self._shards = self._whole.buffers()
+        buffers = list(self._shards.values())
+        self._arguments = (buffers, list(self._whole.dims.values()), buffers)
+        return super()._validate()
+
+    def _problem(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> tuple[str, str] | None:
+        problem = super()._problem(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        if problem is None and not is_causal and self._whole.hides:
+            return (
+                "attention that is not causal sees the padded tokens of this batch",
+                f"use a causal model, or batches without padding, of a multiple of {2 * self._cp.size} tokens",
+            )
+        return problem
 
 
 def is_active() -> bool:

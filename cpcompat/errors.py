@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 __all__ = [
     "AttentionUnsupported",
     "AttentionWarning",
+    "BatchInvalid",
+    "BatchUnsupported",
     "BufferInvalid",
     "CPError",
     "CPNotReady",
@@ -20,6 +22,7 @@ __all__ = [
     "CreationFailed",
     "ForeignOwner",
     "LengthInvalid",
+    "LossWarning",
     "ModelUnsupported",
     "NestedContext",
     "RankFailed",
@@ -148,6 +151,18 @@ class RanksDiffer(BufferInvalid):
     code = "CP204"
 
 
+class BatchInvalid(BufferInvalid):
+    """A batch, or a value that goes with one, has not the form that `CPContext.batch` and its like need."""
+
+    code = "CP205"
+
+
+class BatchUnsupported(BatchInvalid):
+    """A batch says something that context parallelism cannot express: left padding, packed rows, pixels (trl #6843)."""
+
+    code = "CP206"
+
+
 class AttentionUnsupported(CPError):
     """An attention call inside the block that context parallelism cannot compute."""
 
@@ -189,6 +204,12 @@ class AttentionWarning(CPWarning):
     """No attention call went through CP, or a mask reaches attention modules without a hook."""
 
     code = "CP303"
+
+
+class LossWarning(CPWarning):
+    """A loss is divided by more tokens than the batch has labels (axolotl #3026, transformers #39648)."""
+
+    code = "CP207"
 
 
 class UntestedVersion(CPWarning):
