@@ -435,7 +435,7 @@ class _Block(AbstractContextManager[Any]):
     def __enter__(self) -> Any:
         cp = self._cp
         ring = cp._live_ring()
-        if self._open or is_active():
+        if self._open or cp._block is not None or is_active():
             raise NestedContext(
                 "a context-parallel block is active in this process already",
                 f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
