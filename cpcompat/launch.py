@@ -43,6 +43,7 @@ GRACE = 1.0
 TAIL = 40
 """Lines of a rank's output that a failure shows; its ``output`` has all of them."""
 
+_ALWAYS = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.experimental")
 _LIKELY = ("pytest", "accelerate", "transformers", "transformers.models.llama.modeling_llama")
 _FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
@@ -359,14 +360,15 @@ def _context(backend: str) -> BaseContext:
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
 
-    # What this process has imported, the ranks will import too.
-    preload = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.experimental"]
-    preload += [name for name in _LIKELY if name in sys.modules]
+    # What this process has imported, the ranks will import too; so will those who use the testing kit.
+    kit = f"{__package__}.testing" in sys.modules
+    names = [*_ALWAYS, *(name for name in _LIKELY if kit or name in sys.modules)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
+    context.set_forkserver_preload([f"{__package__}.preload"])
     # One thread in every pool keeps the server free of threads; and the server finds what this process finds.
     before = dict(os.environ)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    os.environ["CPCOMPAT_PRELOAD"] = " ".join(names)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
         forkserver.ensure_running()

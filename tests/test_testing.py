@@ -15,7 +15,13 @@ from packaging.version import Version
 from ranks import testing_bodies as bodies
 
 from cpcompat.errors import RankFailed
-from cpcompat.testing import Ranks, cpu_parallelism_config, run_ranks, tiny_llama
+from cpcompat.testing import (
+    Ranks,
+    assert_equals_without_cp,
+    cpu_parallelism_config,
+    run_ranks,
+    tiny_llama,
+)
 
 needs_config = pytest.mark.skipif(
     Version(accelerate.__version__) < Version("1.10"), reason="this accelerate has no ParallelismConfig"
@@ -85,3 +91,48 @@ def test_tiny_llama_takes_other_fields():
     assert len(model.model.layers) == 1
     assert model.config._attn_implementation == "eager"
     assert not torch.equal(model.lm_head.weight, tiny_llama(num_hidden_layers=1).lm_head.weight)
+
+
+@needs_config
+def test_ready_where_a_context_was_made(ranks):
+    assert set(ranks.run(bodies.ready, repair=True)) == {"created"}
+
+
+@needs_config
+def test_ready_says_what_accelerate_left_out(ranks):
+    """1.12.0 makes no context; the other releases do."""
+    makes_none = Version(accelerate.__version__).release[:2] == (1, 12)
+    for verdict in ranks.run(bodies.ready):
+        if makes_none:
+            assert "cp size 2" in verdict
+            assert "no context stood on the accelerator" in verdict
+        else:
+            assert verdict == "adopted"
+
+
+@needs_config
+def test_ready_where_nobody_asked_for_cp(ranks):
+    for verdict in ranks.run(bodies.ready, cp_size=1):
+        assert verdict.endswith("| CPNotRequested")
+        assert "CP101" in verdict
+
+
+@needs_config
+def test_equality_of_a_right_loop():
+    assert_equals_without_cp(bodies.train)
+
+
+@needs_config
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("no context", "no module ran inside a context-parallel block on rank 0, 1: CP is off"),
+        ("scale", r"gradients\.model\..* on rank 0 differs by .* \(0\.5 of its size\); \d+ of \d+ values"),
+        ("nan", r"loss on rank 0 differs by nan .*: nan, without CP \d"),
+        ("names", "rank 0 returned other values than without: more"),
+        ("shape", r"loss\[0\] on rank 0 has the shape \(2,\), without CP \(1,\)"),
+    ],
+)
+def test_equality_finds_faults(fault, words):
+    with pytest.raises(AssertionError, match=words):
+        assert_equals_without_cp(bodies.train, fault)
