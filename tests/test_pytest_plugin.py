@@ -420,3 +420,47 @@ def test_an_empty_test_takes_milliseconds(session):
     times = [float(line) for line in (session.pytester.path / "times").read_text().split()]
     assert statistics.median(times[1:]) < 0.1
     assert sum(times) < 20
+
+
+MY_PROJECT = """
+import torch
+import torch.distributed as dist
+from cpcompat import get_cp_context
+
+def train(acc, model):
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    cp_size = dist.get_world_size()
+    for start in range(2):
+        ids = (torch.arange(32) + start).remainder(11).reshape(1, 32)
+        labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+        positions = torch.arange(32)[None]
+
+        def step():
+            logits = model(input_ids=ids, position_ids=positions).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum") / 31
+            acc.backward(loss * cp_size)
+            return loss.detach()
+
+        if cp_size == 1:
+            loss = step()
+        else:
+            with get_cp_context(acc)(buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):
+                loss = step()
+            dist.all_reduce(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": loss, "weights": dict(model.named_parameters())}
+"""
+
+
+def test_the_page_on_testing(session):
+    """Its three pieces of code are three test files, and pass."""
+    page = Path(__file__).parents[1] / "docs" / "testing.md"
+    if not page.exists():
+        pytest.skip("the documentation is not here")
+    pytest.importorskip("accelerate.parallelism_config", reason="this accelerate has no ParallelismConfig")
+    (session.pytester.path / "my_project.py").write_text(MY_PROJECT.replace("cpcompat", cpcompat.__name__))
+    blocks = page.read_text().split("```python\n")[1:]
+    for number, block in enumerate(blocks):
+        (session.pytester.path / f"test_{number}.py").write_text(block.split("```")[0])
+    session.run().assert_outcomes(passed=4)

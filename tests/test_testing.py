@@ -99,6 +99,11 @@ def test_ready_where_a_context_was_made(ranks):
 
 
 @needs_config
+def test_ready_where_patch_will_make_one(ranks):
+    assert ranks.run(bodies.ready_by_patch) == ["created"] * 2
+
+
+@needs_config
 def test_ready_says_what_accelerate_left_out(ranks):
     """1.12.0 makes no context; the other releases do."""
     makes_none = Version(accelerate.__version__).release[:2] == (1, 12)

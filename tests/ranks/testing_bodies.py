@@ -101,3 +101,15 @@ def train(cp_size, fault=None, fsdp2=True):
     if fault == "shape":
         values["loss"] = [torch.ones(cp_size)]
     return values
+
+
+def ready_by_patch():
+    """No context stands yet, but the loop will get one."""
+    from accelerate import Accelerator
+
+    from cpcompat import patch
+    from cpcompat.testing import assert_cp_ready
+
+    acc = Accelerator(cpu=True, parallelism_config=cpu_parallelism_config(2))
+    with patch():
+        return assert_cp_ready(acc).origin
