@@ -33,16 +33,19 @@ _HOMES = {
     "SequenceParallel": "errors",
     "StaleContext": "errors",
     "UntestedVersion": "errors",
+    "VerifyReport": "checks",
     "VersionTooOld": "errors",
     "get_cp_context": "resolve",
     "patch": "patching",
     "register_layout": "layouts",
     "unpatch": "patching",
+    "verify": "verifying",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
+    from .checks import VerifyReport as VerifyReport
     from .context import CPContext as CPContext
     from .errors import AttentionUnsupported as AttentionUnsupported
     from .errors import AttentionWarning as AttentionWarning
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from .patching import patch as patch
     from .patching import unpatch as unpatch
     from .resolve import get_cp_context as get_cp_context
+    from .verifying import verify as verify
 
 
 def __getattr__(name: str) -> Any:

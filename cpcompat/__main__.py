@@ -1,0 +1,84 @@
+"""The command line: ``python -m cpcompat``, under whatever name the package has.
+
+A command is a function that gets its parser and returns what runs it, and one line in `_COMMANDS`; its docstring is its
+help. What it needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+
+__all__ = ["main"]
+
+Action = Callable[[argparse.Namespace], int]
+
+
+def _verify(parser: argparse.ArgumentParser) -> Action:
+    """Compare context parallelism with the same without it, on real ranks, and print a table."""
+    parser.add_argument("--nproc", type=_number(int, 2), default=2, help="ranks to start (default 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--timeout", type=_number(float, 1), default=120.0, metavar="S", help="seconds for each check (default 120)"
+    )
+    parser.epilog = (
+        "GPUs are used where there are as many as ranks; CUDA_VISIBLE_DEVICES= keeps to the CPU. "
+        "Exit code: 0 all that ran passed, 1 something failed or nothing ran, 2 wrong usage."
+    )
+
+    def act(arguments: argparse.Namespace) -> int:
+        import json
+        import os
+
+        from .verifying import verify
+
+        report = verify(arguments.nproc, timeout=arguments.timeout)
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(json.dumps(report.to_dict(), indent=2) if arguments.json else report.table(colour=colour))
+        return 0 if report.ok else 1
+
+    return act
+
+
+_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
+    "verify": _verify,
+}
+
+
+def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, not {text}")
+        return value
+
+    parse.__name__ = "number"  # what argparse calls it where it is none
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the arguments; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    package = __package__ or "cpcompat"
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=sys.modules[package].__doc__)
+    parser.add_argument("--version", action="version", version=f"{package} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, make in _COMMANDS.items():
+        command = commands.add_parser(name, help=make.__doc__, description=make.__doc__)
+        command.set_defaults(act=make(command))
+    arguments = parser.parse_args(argv)
+    code: int = arguments.act(arguments)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
