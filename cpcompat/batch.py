@@ -94,9 +94,9 @@ def prepare(batch: Mapping[str, Any], size: int, pad_token_id: int | None, ignor
         BatchInvalid: no mapping, no tokens, tensors whose lengths do not go together.
         BatchUnsupported: left padding, packed rows, another mask, pixels or audio, an encoder's part.
     """
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
         raise BatchInvalid(
-            "a batch is a mapping of tensors, such as a collator returns",
+            "a batch is a mapping of tensors by name, such as a collator returns",
             f"got {type(batch).__name__}",
             'pass a dict with "input_ids" (batch, length)',
         )
@@ -144,10 +144,9 @@ def prepare(batch: Mapping[str, Any], size: int, pad_token_id: int | None, ignor
 
 def _refuse_by_name(batch: Mapping[str, Any]) -> None:
     for name, value in batch.items():
-        text = str(name)
         if value is None:
             continue
-        if text.startswith(_PACKING):
+        if name.startswith(_PACKING):
             _unsupported(
                 name,
                 "says that several samples are packed into one row",
@@ -155,21 +154,21 @@ def _refuse_by_name(batch: Mapping[str, Any]) -> None:
                 "give each sample a row of its own: context parallelism has one causal mask, and samples of one row "
                 "would attend to each other",
             )
-        if text.startswith(_FEATURES):
+        if name.startswith(_FEATURES):
             _unsupported(
                 name,
                 "holds pixels or audio, which the model would put in the place of tokens that this rank may not hold",
                 _describe(value),
                 "compute inputs_embeds from the whole batch, inside cp.disabled() or before the block, and pass those",
             )
-        if text.startswith(_CROSS):
+        if name.startswith(_CROSS):
             _unsupported(
                 name,
                 "belongs to a model with an encoder, whose cross-attention context parallelism does not know",
                 _describe(value),
                 "train decoder-only models with CP; run an encoder of your own inside cp.disabled()",
             )
-        if text == "past_key_values":
+        if name == "past_key_values":
             _unsupported(
                 name,
                 "is a cache of keys and values, which is not cut",
@@ -178,7 +177,7 @@ def _refuse_by_name(batch: Mapping[str, Any]) -> None:
             )
 
 
-def _unsupported(name: object, problem: str, evidence: str, next_step: str, **facts: Any) -> NoReturn:
+def _unsupported(name: str, problem: str, evidence: str, next_step: str, **facts: Any) -> NoReturn:
     raise BatchUnsupported(f"{name} {problem}", evidence, next_step, name=name, **facts)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -17,6 +19,7 @@ from cpcompat.batch import Whole, prepare, trim
 from cpcompat.errors import BatchInvalid, BatchUnsupported
 
 IGNORE = -100
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 HAS_CONFIG = Version(accelerate.__version__) >= Version("1.10")
 MODELS = ("llama", "gpt2", "qwen3", "mixtral")
 SETUPS = {"cp 2": (2, 1), "cp 4": (4, 1), "dp 2 x cp 2": (2, 2)}
@@ -45,6 +48,13 @@ def test_a_loop_equals_the_same_loop_without_cp(request, model, setup, wrapper):
     assert labelled[-1][0]
     assert not labelled[cp_size - 1][1]
     assert len({sum(counts) for counts in zip(*labelled, strict=True)}) == 2
+
+
+def test_the_guide_runs(ranks2):
+    text = GUIDE.read_text(encoding="utf-8")
+    blocks = [(text[: m.start(1)].count("\n"), m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)]
+    assert len(blocks) == text.count("```python") > 8
+    assert ranks2.run(bodies.guide, blocks, str(GUIDE)) == [len(blocks)] * 2
 
 
 def test_embeddings_keep_their_graph(ranks2):
@@ -265,9 +275,9 @@ def test_what_does_not_go_together_is_named(case):
     assert not isinstance(caught.value, BatchUnsupported)
 
 
-@pytest.mark.parametrize("batch", [[1], None, ids()])
+@pytest.mark.parametrize("batch", [[1], None, ids(), {0: ids()}])
 def test_a_batch_is_a_mapping(batch):
-    with pytest.raises(BatchInvalid, match="a batch is a mapping of tensors"):
+    with pytest.raises(BatchInvalid, match="a batch is a mapping of tensors by name"):
         prepare(batch, 2, None, IGNORE)
 
 

@@ -195,6 +195,11 @@ def untouched() -> dict[str, Any]:
         inside = same()
         shard = {k: v.clone() for k, v in local.items() if isinstance(v, Tensor)}
     after = same() and all(torch.equal(local[k], v) for k, v in shard.items())
+    unpadded = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    with cp.batch(unpadded):
+        _attend(4)
+    assert unpadded["input_ids"]._version == 0
+    assert unpadded["input_ids"].shape == (1, 8)
     original = F.scaled_dot_product_attention
     try:
         with cp.batch(batch):
@@ -416,3 +421,12 @@ def padding_and_no_causality() -> list[str]:
             query = torch.zeros(1, 1, 4, 8)
             said.append(_caught(lambda query=query: F.scaled_dot_product_attention(query, query, query)).split("\n")[0])
     return said
+
+
+def guide(blocks: list[tuple[int, str]], path: str) -> int:
+    """Run the guide's blocks of code in one namespace, one accelerate state after the other."""
+    names: dict[str, Any] = {}
+    for line, code in blocks:
+        exec(compile("\n" * line + code, path, "exec"), names)
+        _reset()
+    return len(blocks)
