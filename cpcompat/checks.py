@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -378,19 +379,6 @@ def _spans(indices: Sequence[int]) -> str:
 # --- all of them, on a live context -------------------------------------------------------------------------------------
 
 
-def _grouped(cp: CPContext) -> Row:
-    return attention(cp, grouped=True)
-
-
-_LIVE: dict[str, Callable[[CPContext], Row]] = {
-    "tokens, head-tail": tokens,
-    "buffers": sharding,
-    "attention": attention,
-    "attention, GQA": _grouped,
-    "exceptions": exceptions,
-}
-
-
 def live(cp: CPContext) -> VerifyReport:
     """Run every check that a live context allows; all ranks of its group must call it, and all get the same report.
 
@@ -402,7 +390,14 @@ def live(cp: CPContext) -> VerifyReport:
         said = f"{cp.owner} owns context parallelism here; cpcompat only passes calls on and checks nothing of it"
         return VerifyReport((Row("context", "not run", detail=said),), versions(), "not known")
     rows = [Row("context", "ok", detail=said)]
-    for name, check in _LIVE.items():
+    checks: dict[str, Callable[[CPContext], Row]] = {
+        "tokens, head-tail": tokens,
+        "buffers": sharding,
+        f"attention, {cp.rotate_method}": attention,
+        f"attention, {cp.rotate_method}, GQA": partial(attention, grouped=True),
+        "exceptions": exceptions,
+    }
+    for name, check in checks.items():
         try:
             row = check(cp)
         except Exception as error:
