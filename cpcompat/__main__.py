@@ -43,8 +43,25 @@ def _verify(parser: argparse.ArgumentParser) -> Action:
     return act
 
 
+def _run(parser: argparse.ArgumentParser) -> Action:
+    """Run a script or module as python would, with maybe_context_parallel patched for whatever trainer it uses."""
+    parser.usage = f"{parser.prog} [-h] [-m] TARGET ..."
+    parser.add_argument("-m", dest="module", action="store_true", help="TARGET is a module, as in python -m")
+    parser.add_argument("target", metavar="TARGET", help="path of a script, or name of a module")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="passed on to it")
+
+    def act(arguments: argparse.Namespace) -> int:
+        from .running import run
+
+        run(arguments.target, arguments.arguments, module=arguments.module)
+        return 0
+
+    return act
+
+
 _COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
     "verify": _verify,
+    "run": _run,
 }
 
 
@@ -69,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     package = __package__ or "cpcompat"
-    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=sys.modules[package].__doc__)
+    about = (sys.modules[package].__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=about)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, make in _COMMANDS.items():

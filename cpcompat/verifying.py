@@ -58,13 +58,18 @@ def verify(nproc: int = 2, *, timeout: float = 120.0) -> VerifyReport:
             try:
                 held = ranks.run(body, name, *arguments)
             except RankFailed as error:
-                rows.append(Row(name, "FAILED", detail=error.what.splitlines()[0], trace=error.evidence))
+                rows.append(Row(name, "FAILED", detail=error.what.splitlines()[0], trace=_trace(error)))
                 hung = name if error.exception is None and error.exitcode is None else ""
                 continue
             rows.append(Row.merged(held))
         if not hung:
             alone = _ask(ranks)
     return VerifyReport(tuple(rows), versions(), f"{nproc}, on {device} over {backend}", alone)
+
+
+def _trace(error: RankFailed) -> str:
+    """The evidence, which is indented for a message, from the left edge."""
+    return error.evidence.replace("\n        ", "\n")
 
 
 def _ask(ranks: Ranks) -> dict[str, str]:
