@@ -112,7 +112,7 @@ class Ranks:
         limit = self.timeout if timeout is None else timeout
         self.output = [""] * self.nproc
         with self._killed_on_error():
-            if not all(rank.process.is_alive() for rank in self._ranks):
+            if not all(rank.waits() for rank in self._ranks):
                 self._kill()
             if not self._ranks:
                 self._start()
@@ -287,6 +287,10 @@ class _Rank:
     news: bytes = b""
     joined: bool = False
     heard: int = 0
+
+    def waits(self) -> bool:
+        """Whether it is alive and has nothing to say; the pipe of a dead one can be read: it has ended."""
+        return self.process.is_alive() and not self.conn.poll()
 
     def order(self, word: bytes) -> None:
         self.news = b""

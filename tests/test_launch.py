@@ -23,12 +23,17 @@ ROOT = Path(cpcompat.__file__).parents[1]
 
 
 def alive(pid):
+    """Whether a process, or a thread of it, still runs; a mere zombie does not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        proc = Path(f"/proc/{pid}")
+        return not (
+            (proc / "stat").exists()
+            and (proc / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+            and len(list((proc / "task").iterdir())) == 1
+        )
+    except OSError:
         return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 def gone(pids, within=5.0):
