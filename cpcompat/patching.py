@@ -48,7 +48,7 @@ def patch() -> AbstractContextManager[None]:
     Raises:
         VersionTooOld: this accelerate (1.9 and older) has no such method.
     """
-    from accelerate.accelerator import Accelerator  # the package itself may still be importing it, see run
+    from accelerate.accelerator import Accelerator  # the package itself may still be importing it, see running
 
     _check_accelerate(Accelerator)
     _warn_evaluation(installed("transformers"))

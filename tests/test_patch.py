@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +17,14 @@ from typing import Any
 
 import accelerate
 import pytest
+import torch
 from accelerate import Accelerator
 from installed import RELEASE
 from ranks import patch_bodies as bodies
 
 import cpcompat
 from cpcompat import VersionTooOld, patch, unpatch
-from cpcompat.testing import Ranks
+from cpcompat.testing import Ranks, tiny_llama
 
 NAMES = ("maybe_context_parallel", "gather_for_metrics")
 ROOT = Path(cpcompat.__file__).parent
@@ -183,3 +187,97 @@ def test_metrics_without_cp_are_as_ever(ranks2: Ranks) -> None:
 @patchable
 def test_no_body_left_the_ranks_patched(ranks2: Ranks) -> None:
     assert ranks2.run(bodies.left_over) == [False, False]
+
+
+# --- python -m cpcompat run ---------------------------------------------------------------------------------------------
+
+PYTHON = [sys.executable]
+RUN = [sys.executable, "-m", "cpcompat", "run"]
+LOOP = Path(__file__).parent / "scripts" / "loop.py"
+ENDINGS = {
+    "the end": "print('done')",
+    "an exit code": "import sys; sys.exit(3)",
+    "an exit text": "import sys; sys.exit('no such thing')",
+    "an error": "def f():\n    raise ValueError('boom')\n\nf()",
+    "a chain of errors": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error",
+    "an interrupt": "raise KeyboardInterrupt",
+    "a hook of its own": "import sys, traceback\n"
+    "sys.excepthook = lambda kind, error, trace: print(kind, len(traceback.extract_tb(trace)))\n1 / 0",
+    "bad syntax": "x = = 1",
+    "what it finds": "import sys, inspect\ndef f(): pass\n"
+    "print(inspect.getsource(f), __name__, __file__, __doc__, __package__, __spec__, sys.argv, sys.path[0], "
+    "sys.modules['__main__'].__dict__ is globals())",
+    "work at the very end": "import atexit\nx = 1\natexit.register(lambda: print(x, __import__('__main__').x))",
+    "a process of its own": "import multiprocessing\n\ndef f(x):\n    return x + 1\n\nif __name__ == '__main__':\n"
+    "    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
+    "no accelerate": "import sys; print('accelerate' in sys.modules, 'torch' in sys.modules)",
+}
+
+
+def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *filter(None, sys.path)])}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_ends_as_it_would_by_itself(tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "sub" / "script.py"
+    script.parent.mkdir()
+    script.write_text(ENDINGS[ending])
+    arguments = ["sub/script.py", "-m", "x", "--help", "--", "run"]
+    alone, with_us = ended(PYTHON + arguments, tmp_path), ended(RUN + arguments, tmp_path)
+    assert (with_us.returncode, with_us.stdout, with_us.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+
+
+def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
+    package = tmp_path / "tool"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import os, sys\nfrom . import __name__ as name\nprint(name, __name__, sys.argv, os.path.samefile(sys.path[0], '.'))\n"
+        "raise SystemExit(len(sys.argv))"
+    )
+    alone, with_us = (ended([*command, "-m", "tool", "-m", "y"], tmp_path) for command in (PYTHON, RUN))
+    assert alone.stdout
+    assert (with_us.returncode, with_us.stdout, with_us.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+
+
+@patchable
+def test_accelerate_is_patched_when_the_script_imports_it(tmp_path: Path) -> None:
+    """And not before: what a script sets in the environment first must count."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nos.environ['HF_HOME'] = 'here'\nassert 'huggingface_hub' not in sys.modules\n"
+        "from accelerate import Accelerator\nfrom huggingface_hub import constants\n"
+        "print(constants.HF_HOME, hasattr(Accelerator.maybe_context_parallel, '__cpcompat__'))"
+    )
+    assert ended([*RUN, "script.py"], tmp_path).stdout == "here True\n"
+
+
+@patchable
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
+        [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+            "--module",
+        ],
+    ],
+    ids=["torchrun", "accelerate launch"],
+)
+def test_two_processes_under_a_launcher(tmp_path: Path, launcher: list[str]) -> None:
+    """A script that knows nothing of us trains with CP, and gets the loss without."""
+    ids = torch.arange(64).remainder(7)[None] + 3
+    expected = float(tiny_llama()(input_ids=ids, labels=ids).loss.detach())
+    done = ended([sys.executable, *launcher, "cpcompat", "run", str(LOOP), str(tmp_path), "--lr", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.pop("loss") == pytest.approx(expected, abs=1e-5)
+        assert found == {"name": "__main__", "argv": [str(tmp_path), "--lr", "1"], "size": 2}

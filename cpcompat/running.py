@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, TracebackType
 
 from .patching import patch
@@ -20,6 +20,7 @@ from .patching import patch
 __all__ = ["run"]
 
 _HOME = "accelerate.accelerator"
+_RUNNERS = (__name__, "runpy", "importlib._bootstrap", "importlib._bootstrap_external", "_frozen_importlib_external")
 
 
 def run(target: str, arguments: Sequence[str] = (), *, module: bool = False) -> None:
@@ -39,17 +40,28 @@ def run(target: str, arguments: Sequence[str] = (), *, module: bool = False) -> 
     else:
         sys.meta_path.insert(0, _PatchOnImport())
     sys.argv = [target, *arguments]
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(target))
+    if not module and not getattr(sys.flags, "safe_path", False):  # where it holds the folder of ``python -m``
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
     try:
         if module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(target, run_name="__main__")
+            _run_script(os.path.abspath(target))
     except SystemExit:
         raise
     except BaseException as error:
         _show_from(_targets_own(error.__traceback__))
         raise
+
+
+def _run_script(path: str) -> None:
+    """As the interpreter does, and unlike runpy: the module stays ``__main__`` until the process ends."""
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    main = ModuleType("__main__")
+    main.__file__, main.__loader__ = path, loader
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
 
 
 class _PatchOnImport(MetaPathFinder):
@@ -74,7 +86,7 @@ class _PatchOnImport(MetaPathFinder):
 
 def _targets_own(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without `run` and runpy; None where the target did not come to run."""
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _RUNNERS:
         trace = trace.tb_next
     return trace
 
