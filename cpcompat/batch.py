@@ -22,7 +22,7 @@ from .errors import BatchInvalid, BatchUnsupported, CPError, RanksDiffer
 if TYPE_CHECKING:
     from .ring import Ring
 
-__all__ = ["Reduced", "Whole", "broadcast", "prepare", "reduce_loss", "trim"]
+__all__ = ["Reduced", "Whole", "broadcast", "prepare", "reduce_loss", "refuse", "trim"]
 
 # (batch, length, ...), whatever their sizes are.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels")
@@ -140,6 +140,24 @@ def prepare(batch: Mapping[str, Any], size: int, pad_token_id: int | None, ignor
         tensors = {name: _pad(name, tensor, dims[name], extra, fills.get(name, 0)) for name, tensor in tensors.items()}
     hides = bool(extra) or (real is not None and not bool(real.all()))
     return Whole(tensors, dims, rest, length, length + extra, hides, ignore_index)
+
+
+def refuse(batch: Mapping[str, Any]) -> None:
+    """Refuse what context parallelism cannot express, for a batch that somebody else brings into form.
+
+    Args:
+        batch: a collator's mapping, with ``input_ids`` or ``inputs_embeds``.
+
+    Raises:
+        BatchInvalid: no tokens, or a mask that does not go with them.
+        BatchUnsupported: left padding, packed rows, another mask, pixels or audio, an encoder's part.
+    """
+    _refuse_by_name(batch)
+    _, length, _ = _tokens(batch)
+    real = _real_tokens(batch.get("attention_mask"), length)
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor):
+        _check_positions(positions, real)
 
 
 def _refuse_by_name(batch: Mapping[str, Any]) -> None:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import BufferInvalid, CPWarning, ForeignOwner, VersionTooOld
+from .errors import CPWarning, ForeignOwner, VersionTooOld
 from .resolve import get_cp_context
-from .versions import base_version, installed
+from .versions import Installed, base_version, installed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,7 +34,11 @@ __all__ = ["patch", "unpatch"]
 # From this release on the Trainer evaluates under CP; before, it multiplies eval_loss by cp_size (transformers #48167).
 EVALUATION_FIXED = "5.16.0"
 
+# How many batches of each kind are looked at: it costs the device a wait, and a collator does the same with every batch.
+LOOKS = 8
+
 _held: list[_Replacement] = []
+_looks: weakref.WeakKeyDictionary[Accelerator, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def patch() -> AbstractContextManager[None]:
@@ -151,7 +157,7 @@ def _block(original: Callable[..., Any], holders: Collection[str]) -> Callable[.
         }
         if not _is_ours(self, holders):
             return original(self, **keywords)
-        _look_at_trainer(sys._getframe(1), buffers or ())
+        _look_at_trainer(self, sys._getframe(1))
         try:
             return get_cp_context(self)(**keywords)
         except ForeignOwner:
@@ -204,16 +210,15 @@ def _all_tensors(data: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _warn_evaluation(transformers: Any) -> None:
+def _warn_evaluation(transformers: Installed | None) -> None:
     base, fixed = (transformers.base if transformers else None), base_version(EVALUATION_FIXED)
     if base is not None and fixed is not None and base < fixed:
         warnings.warn(
             CPWarning(
                 "with context parallelism the Trainer of this transformers release reports an eval_loss that is cp_size times "
-                "the true one (transformers #48167); training is right",
-                f"{transformers}, and {EVALUATION_FIXED} brought the repair",
-                f"pip install 'transformers>={EVALUATION_FIXED}', or divide eval_loss by cp_size: early stopping and "
-                "load_best_model_at_end compare like with like, but the number is not the loss",
+                "the true one (transformers #48167); training is right, and so is a trainer with a loss of its own (SFTTrainer)",
+                f"{transformers}; {EVALUATION_FIXED} brought the repair",
+                f"pip install 'transformers>={EVALUATION_FIXED}', or divide eval_loss by cp_size",
             ),
             stacklevel=3,
         )
@@ -225,7 +230,7 @@ def _warn_prediction() -> None:
         CPWarning(
             "with context parallelism Trainer.predict() and compute_metrics get logits that are shards of the sequence, and "
             "each row once for every cp rank (transformers #48842)",
-            "prediction_step was asked for logits inside a context-parallel block",
+            "the Trainer asked for logits inside a context-parallel block",
             "trainer.preprocess_logits_for_metrics = lambda logits, labels: "
             "get_cp_context(trainer.accelerator).unshard([logits], [1])[0] makes every row whole and in order; with "
             "per_device_eval_batch_size=1 take predictions[::cp_size] and label_ids[::cp_size] to have each once",
@@ -234,24 +239,16 @@ def _warn_prediction() -> None:
     )
 
 
-def _look_at_trainer(frame: FrameType, buffers: Sequence[Tensor]) -> None:
-    """Warn or refuse by what the Trainer's frame, if it is one, has in hand: it knows the names of the buffers."""
-    inputs = frame.f_locals.get("inputs")
-    if not isinstance(inputs, Mapping) or frame.f_code.co_name not in ("training_step", "prediction_step"):
+def _look_at_trainer(acc: Accelerator, frame: FrameType) -> None:
+    """Warn or refuse by what the Trainer's frame, if it is one, has in hand: it knows what each buffer means."""
+    inputs, step = frame.f_locals.get("inputs"), frame.f_code.co_name
+    if step not in ("training_step", "prediction_step") or not isinstance(inputs, Mapping):
         return
     if frame.f_locals.get("prediction_loss_only") is False:
         _warn_prediction()
-    for tensor in buffers:
-        if tensor is inputs.get("position_ids") and tensor.dim() == 2 and bool((tensor[:, 1:] <= tensor[:, :-1]).any()):
-            raise BufferInvalid(
-                "the batch is packed: its position ids restart inside a row, and with context parallelism the documents of a "
-                "row would attend to each other (trl #6843)",
-                f"position_ids of shape {tuple(tensor.shape)} do not increase everywhere",
-                "set packing=False and padding_free=False, or train without context parallelism",
-            )
-        if tensor is inputs.get("attention_mask") and bool((tensor[:, 1:] > tensor[:, :-1]).any()):
-            raise BufferInvalid(
-                "the batch is padded on the left, and with context parallelism the mask that hides the padding is dropped",
-                f"attention_mask of shape {tuple(tensor.shape)} goes from 0 to 1 inside a row",
-                'set tokenizer.padding_side = "right"; causal attention needs no mask for that',
-            )
+    looks = _looks.setdefault(acc, Counter())
+    looks[step] += 1
+    if looks[step] <= LOOKS:
+        from . import batch
+
+        batch.refuse(inputs)

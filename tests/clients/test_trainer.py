@@ -154,12 +154,12 @@ def test_a_resumed_run(both: Any, ranks2: Ranks, show: Callable[..., None], tmp_
 
 
 def test_packed_rows_are_refused(ranks2: Ranks) -> None:
-    with pytest.raises(RankFailed, match=r"packed.*trl #6843"):
+    with pytest.raises(RankFailed, match="several samples are packed"):
         ranks2.run(bodies.train, 2, collator="packed")
 
 
 def test_left_padding_is_refused(ranks2: Ranks) -> None:
-    with pytest.raises(RankFailed, match="padded on the left"):
+    with pytest.raises(RankFailed, match="rows are padded on the left"):
         ranks2.run(bodies.train, 2, padding="left")
 
 
