@@ -113,7 +113,7 @@ def test_evaluate_first_with_fsdp2_is_refused_by_accelerate(ranks2: Ranks) -> No
         ranks2.run(bodies.train, 2, do=("evaluate",), fsdp2=True)
 
 
-def test_predictions_are_shards_and_a_warning_says_so(both: Any) -> None:
+def test_predictions_are_shards(both: Any) -> None:
     plain, found = both(bodies.train, 2, do=("predict",))
     rows, length, width = plain["predictions"].shape
     for result in found:

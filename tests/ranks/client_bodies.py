@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompat import CPWarning, get_cp_context, patch
+from cpcompat import CPWarning, get_cp_context, patch, unpatch
 from cpcompat.testing import cpu_parallelism_config, tiny_llama, use_fsdp2_on_cpu
 
 LENGTH, VOCAB = 64, 128
@@ -231,3 +231,22 @@ def sft(
             else:
                 found.setdefault("eval_loss", []).append(trainer.evaluate()["eval_loss"])
     return {**found, **results(trainer)}
+
+
+def page(blocks: Sequence[str]) -> dict[str, Any]:
+    """Run the code of a page, one block after the other, with the names that it takes for given."""
+    from transformers import Trainer, TrainingArguments
+
+    given: dict[str, Any] = {
+        "Trainer": Trainer,
+        "model": tiny_llama(),
+        "dataset": rows(6, 5),
+        "args": arguments(TrainingArguments, 2, 1, None, 4),
+    }
+    try:
+        for block in blocks:
+            exec(block, given)
+    finally:
+        unpatch()
+    losses = [entry["loss"] for entry in given["trainer"].state.log_history if "loss" in entry]
+    return {"losses": losses, "logits": given.get("logits"), "labels": given.get("labels")}
