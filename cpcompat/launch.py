@@ -154,23 +154,34 @@ class Ranks:
         atexit.register(self._kill)
         failures: list[BaseException] = []
 
-        def start() -> None:
+        def start(ranks: list[_Rank]) -> None:
             try:
-                for rank in self._ranks:
+                for rank in ranks:
                     rank.process.start()
                     rank.theirs.close()
+                    if self._ranks is not ranks:  # the wait below was given up
+                        return rank.kill()
             except BaseException as error:
                 failures.append(error)
 
         # The fork server answers only after it has imported torch: a wait without a deadline, so not in this thread.
         deadline = time.monotonic() + START_TIMEOUT
-        starter = threading.Thread(target=start, daemon=True)
+        starter = threading.Thread(target=start, args=(self._ranks,), daemon=True)
         starter.start()
         starter.join(START_TIMEOUT)
         if failures or starter.is_alive():
             cause = failures[0] if failures else None
-            why = repr(cause) if cause else f"not started within {START_TIMEOUT:g} s"
-            raise RankFailed(f"the {self.nproc} ranks could not be started", why, rank=0) from cause
+            raise RankFailed(
+                f"the {self.nproc} ranks could not be started",
+                repr(cause) if cause else f"not started within {START_TIMEOUT:g} s",
+                "see stderr; does `import torch` work, and is there memory for more processes?",
+                rank=0,
+                exitcode=None,
+                traceback="",
+                exception=None,
+                states=["not started"] * self.nproc,
+                output=self.output,
+            ) from cause
         self._collect(deadline - time.monotonic(), "join the process group")
 
     def _collect(self, limit: float, deed: str) -> None:
@@ -195,7 +206,7 @@ class Ranks:
         # Where a rank died, an error that another one raised is most likely "connection closed by peer".
         culprit = min(failed, key=lambda rank: rank.news != b"died") if failed else late[0]
         states = [rank.state() for rank in self._ranks]
-        self._kill_processes()  # and only then read, so that the last words are in
+        _kill_processes(self._ranks)  # and only then read, so that the last words are in
         self.output = [rank.output() for rank in self._ranks]
         exception: BaseException | str | None = None
         trace = ""
@@ -245,21 +256,14 @@ class Ranks:
             self._kill()
             raise
 
-    def _kill_processes(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        for rank in self._ranks:
-            if rank.process.pid is not None:
-                rank.process.join(10.0)
-
     def _kill(self) -> None:
-        self._kill_processes()
-        for rank in self._ranks:
+        ranks, self._ranks = self._ranks, []  # first: a starter that still runs sees it and kills what it starts
+        _kill_processes(ranks)
+        for rank in ranks:
             rank.conn.close()
-        if self._ranks:
+        if ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
             atexit.unregister(self._kill)
-        self._ranks = []
 
 
 def run_ranks(
@@ -356,6 +360,14 @@ class _Rank:
         path = self.folder / f"log-{self.number}"
         path.touch()
         return path
+
+
+def _kill_processes(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        if rank.process.pid is not None:
+            rank.process.join(10.0)
 
 
 def _context(backend: str) -> BaseContext:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -44,7 +45,7 @@ def serve(conn: Connection, folder: Path, rank: int, size: int, backend: str, po
     os.dup2(log, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, (folder / f"stack-{rank}").open("w"), all_threads=False)
 
@@ -139,10 +140,11 @@ def _flush() -> None:
             stream.flush()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

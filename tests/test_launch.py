@@ -15,6 +15,7 @@ import pytest
 from ranks import launch_bodies as bodies
 
 import cpcompat
+from cpcompat import launch
 from cpcompat.errors import RankFailed
 from cpcompat.launch import Ranks, run_ranks
 
@@ -261,6 +262,25 @@ def test_functions_and_arguments_must_pickle(ranks):
     assert ranks.run(bodies.pid) == ranks.pids
 
 
+def test_ranks_of_a_fresh_interpreter(monkeypatch):
+    """Where no server can be forked from, as on Windows."""
+    monkeypatch.setattr(launch, "_FORKS", False)
+    with Ranks(2) as ranks:
+        assert ranks.run(bodies.total, 1) == [3.0, 3.0]
+        with pytest.raises(RankFailed, match="raised ValueError: boom"):
+            ranks.run(bodies.on, 1, bodies.boom)
+
+
+def test_ranks_that_cannot_start(monkeypatch):
+    """The wait for them is bounded, and what comes up too late is killed."""
+    monkeypatch.setattr(launch, "START_TIMEOUT", 0.0)
+    with pytest.raises(RankFailed, match=r"the 2 ranks could not be started|did not join the process group") as info:
+        run_ranks(bodies.pid)
+    assert len(info.value.states) == 2
+    monkeypatch.undo()
+    assert run_ranks(bodies.total, 2, 1) == [3.0, 3.0]
+
+
 def test_nothing_to_start():
     with pytest.raises(ValueError, match="at least 1"):
         Ranks(0)
@@ -313,13 +333,17 @@ def test_a_hung_rank_takes_its_own_children_along(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_the_parent(tmp_path, end):
+def test_ranks_end_with_the_parent(tmp_path, monkeypatch, end):
     path = tmp_path / "pids"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     parent = script(tmp_path, f"run_ranks(bodies.grandchild_and_hang, 2, {str(path)!r})")
     pids = when_written(path)
+    assert any((tmp_path / "temporary").glob("cpcompat-*"))
     parent.send_signal(end)
     _, err = parent.communicate(timeout=20)
     assert gone(pids)
+    assert not any((tmp_path / "temporary").glob("cpcompat-*"))
     assert ("KeyboardInterrupt" in err) == (end == signal.SIGINT)
 
 
