@@ -121,8 +121,12 @@ class Ranks:
                 rank.order(b"run")
             self._collect(limit, "return")
             spent = any(rank.news == b"spent" for rank in self._ranks)
-            results = [rank.load() for rank in self._ranks]
             self.output = [rank.output() for rank in self._ranks]
+            try:
+                results = [rank.load() for rank in self._ranks]
+            except Exception as error:
+                what = "a result of the ranks cannot be read here"
+                raise self._error(what, repr(error), "return plain values or tensors") from error
         if spent:
             self.close()
         return results
@@ -171,17 +175,9 @@ class Ranks:
         starter.join(START_TIMEOUT)
         if failures or starter.is_alive():
             cause = failures[0] if failures else None
-            raise RankFailed(
-                f"the {self.nproc} ranks could not be started",
-                repr(cause) if cause else f"not started within {START_TIMEOUT:g} s",
-                "see stderr; does `import torch` work, and is there memory for more processes?",
-                rank=0,
-                exitcode=None,
-                traceback="",
-                exception=None,
-                states=["not started"] * self.nproc,
-                output=self.output,
-            ) from cause
+            why = repr(cause) if cause else f"not started within {START_TIMEOUT:g} s"
+            next_step = "see stderr; does `import torch` work, and is there memory for more processes?"
+            raise self._error(f"the {self.nproc} ranks could not be started", why, next_step) from cause
         self._collect(deadline - time.monotonic(), "join the process group")
 
     def _collect(self, limit: float, deed: str) -> None:
@@ -236,7 +232,7 @@ class Ranks:
             if lines:
                 cut = f", last {TAIL} of {len(lines)} lines" if len(lines) > TAIL else ""
                 parts.append("\n".join([f"output of rank {number}{cut}:", *(f"  {line}" for line in lines[-TAIL:])]))
-        raise RankFailed(
+        raise self._error(
             what,
             "\n".join(parts).replace("\n", "\n        "),
             next_step,
@@ -245,8 +241,13 @@ class Ranks:
             traceback=trace,
             exception=exception,
             states=states,
-            output=self.output,
         ) from (exception if isinstance(exception, BaseException) else None)
+
+    def _error(self, what: str, evidence: str, next_step: str, **facts: Any) -> RankFailed:
+        known = {"rank": 0, "exitcode": None, "traceback": "", "exception": None}
+        if "states" not in facts:
+            facts["states"] = [rank.state() for rank in self._ranks]
+        return RankFailed(what, evidence, next_step, **{**known, **facts, "output": self.output})
 
     @contextlib.contextmanager
     def _killed_on_error(self) -> Iterator[None]:

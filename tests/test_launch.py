@@ -181,6 +181,13 @@ def test_result_that_cannot_be_pickled(ranks):
         ranks.run(bodies.alone, 1, bodies.give_lambda)
 
 
+def test_result_that_cannot_be_read(ranks):
+    with pytest.raises(RankFailed, match="a result of the ranks cannot be read here") as info:
+        ranks.run(bodies.give_only_there)
+    assert "LookupError" in str(info.value)
+    assert info.value.states == ["finished"] * 2
+
+
 @pytest.mark.parametrize(
     "kind, args, words, code",
     [

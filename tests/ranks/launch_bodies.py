@@ -153,3 +153,19 @@ def workers():
     """A body may start processes of its own."""
     data = torch.utils.data.DataLoader(torch.arange(4), num_workers=1)
     return [int(x) for x in data]
+
+
+class OnlyThere:
+    """Pickles on a rank, but cannot be read in the parent."""
+
+    def __reduce__(self):
+        return _only_on_ranks, (os.getpid(),)
+
+
+def _only_on_ranks(pid):
+    if pid != os.getpid():
+        raise LookupError("not on this process")
+
+
+def give_only_there():
+    return OnlyThere()
