@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpcompat.testing import Ranks
 
+FOLDER = Path(__file__).parent
 LINES = pytest.StashKey[list[str]]()
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -17,7 +19,7 @@ Both = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "clients" in item.path.parts:
+        if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.clients)
 
 

@@ -35,20 +35,33 @@ def test_the_page(ranks2: Ranks) -> None:
             assert found["labels"].tolist() == [row["labels"].tolist() for row in bodies.rows(6, 5)]
 
 
+def start(*target: str) -> str:
+    """Start a script on two processes, as a newcomer does; returns what it prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *target]
+    path = os.pathsep.join([str(Path(cpcompat.__file__).parents[1]), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_table(text: str) -> None:
+    """Five losses with CP beside those without."""
+    rows = re.findall(r"^(\d) +([\d.]+) +([\d.]+) +\S+$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == list("12345"), text
+    for _, with_cp, without in rows:
+        assert float(with_cp) == pytest.approx(float(without), abs=1e-5 if EVALUATES else 1.1e-4)
+
+
 @pytest.mark.parametrize("name", ["trainer_cpu", "sft_cpu"])
 def test_an_example(name: str) -> None:
-    """As a newcomer starts it: five losses with CP beside those without."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(Path(cpcompat.__file__).parents[1]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [*command, str(CHECKOUT / "examples" / f"{name}.py")],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(\d) +([\d.]+) +([\d.]+) +\S+$", done.stdout, re.MULTILINE)
-    assert [row[0] for row in rows] == list("12345"), done.stdout
-    for _, with_cp, without in rows:
-        assert float(with_cp) == pytest.approx(float(without), abs=1.1e-4 if not EVALUATES else 1e-5)
+    check_table(start(str(CHECKOUT / "examples" / f"{name}.py")))
+
+
+def test_run_makes_up_for_the_line(tmp_path: Path) -> None:
+    """The example without its one line of ours; transformers is imported after cpcompat here."""
+    text = (CHECKOUT / "examples" / "trainer_cpu.py").read_text()
+    changed = re.sub(r"^    cpcompat\.patch\(\).*\n|^import cpcompat\n", "", text, flags=re.MULTILINE)
+    assert changed.count("\n") == text.count("\n") - 2
+    (tmp_path / "train.py").write_text(changed)
+    check_table(start("-m", "cpcompat", "run", str(tmp_path / "train.py")))
