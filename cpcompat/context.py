@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,17 +17,12 @@ from torch import Tensor
 from . import batch as _batch
 from . import buffers as _buffers
 from . import ring as _ring
-from . import torch_cp
+from .block import BatchBlock, Block, Fingerprint, is_active
 from .errors import (
-    AttentionUnsupported,
-    AttentionWarning,
     BufferInvalid,
-    Contradiction,
-    CPError,
     ForeignOwner,
     LossWarning,
     NestedContext,
-    RanksDiffer,
     StaleContext,
 )
 from .hooks import Models
@@ -39,12 +32,9 @@ if TYPE_CHECKING:
 
     from .checks import VerifyReport
 
-__all__ = ["FINGERPRINT_VARIABLE", "CPContext", "Fingerprint", "Origin"]
+__all__ = ["CPContext", "Origin"]
 
 Origin = Literal["adopted", "created", "delegated"]
-Fingerprint = Literal["first", "always", "never"]
-
-FINGERPRINT_VARIABLE = "CPCOMPAT_FINGERPRINT"
 
 
 class CPContext:
@@ -91,7 +81,7 @@ class CPContext:
         self._agreed = False
         self._attended = False
         self._counted = False
-        self._block: _Block | None = None
+        self._block: Block | None = None
         self._lengths: tuple[int, int] | None = None
         self._ring: _ring.Ring | None = None
         if mesh is not None:
@@ -108,7 +98,7 @@ class CPContext:
 
     @property
     def rank(self) -> int:
-        """This process's cp rank.
+        """The cp rank of this process.
 
         Raises:
             ForeignOwner: another library owns CP and shows no mesh.
@@ -188,7 +178,7 @@ class CPContext:
             return self._passes_to(
                 buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
             )
-        return _Block(self, buffers, buffer_seq_dims, no_restore_buffers, fingerprint)
+        return Block(self, buffers, buffer_seq_dims, no_restore_buffers, fingerprint)
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
         """The global indices that this rank holds inside a block.
@@ -240,7 +230,7 @@ class CPContext:
                     "pass what the model returned inside the block, and its sequence dimension",
                     index=index,
                 )
-            whole.append(_Unshard.apply(tensor, dim % tensor.dim(), ring))  # type: ignore[no-untyped-call]
+            whole.append(_ring.unshard(ring, tensor, dim % tensor.dim()))
         return whole
 
     def batch(
@@ -265,7 +255,7 @@ class CPContext:
             caller's mapping and tensors are never changed, so they can be used inside the block, too. Entering raises
             `BatchInvalid`, `BatchUnsupported`, and what a plain block raises.
         """
-        return _BatchBlock(self, functools.partial(_batch.prepare, batch, self.size, pad_token_id, ignore_index))
+        return BatchBlock(self, functools.partial(_batch.prepare, batch, self.size, pad_token_id, ignore_index))
 
     def reduce_loss(self, loss_sum: Tensor, num_tokens: float | Tensor | Sequence[float | Tensor]) -> Tensor:
         """Turn each rank's summed loss into the mean over all tokens of the global batch; every rank must call it.
@@ -298,7 +288,7 @@ class CPContext:
         """
         self._live_ring()
         block = self._block
-        labelled = block.labelled() if isinstance(block, _BatchBlock) else None
+        labelled = block.labelled() if isinstance(block, BatchBlock) else None
         reduced = _batch.reduce_loss(
             loss_sum, num_tokens, getattr(self._accelerator(), "gradient_accumulation_steps", 1), labelled
         )
@@ -417,302 +407,3 @@ class CPContext:
         models = getattr(self._accelerator(), "_models", None)
         if models:
             self._models.refresh(models)
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, ring: _ring.Ring) -> Tensor:  # type: ignore[override]
-        ctx.dim, ctx.ring = dim, ring
-        shard = tensor.detach().contiguous()
-        # As bytes: gloo knows neither bool nor, in every release, bfloat16.
-        flat = shard.reshape(-1).view(torch.uint8)
-        parts = [torch.empty_like(flat) for _ in range(ring.size)]
-        dist.all_gather(parts, flat, group=ring.group)
-        return _buffers.in_global_order([part.view(shard.dtype).view(shard.shape) for part in parts], dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        total = grad.to(
-            torch.promote_types(grad.dtype, torch.float32), memory_format=torch.contiguous_format, copy=True
-        )
-        dist.all_reduce(total, group=ctx.ring.group)
-        return _buffers.head_tail(total, ctx.dim, ctx.ring.rank, ctx.ring.size).to(grad.dtype), None, None
-
-
-class _Block(AbstractContextManager[Any]):
-    """One use of a context: validate, shard, attend, restore."""
-
-    def __init__(
-        self,
-        cp: CPContext,
-        buffers: Sequence[Tensor] | None,
-        dims: Sequence[int] | None,
-        no_restore: Collection[Tensor] | None,
-        fingerprint: Fingerprint | None,
-    ) -> None:
-        self._cp = cp
-        self._arguments = (buffers, dims, no_restore)
-        self._fingerprint = fingerprint
-        self._undo: list[_buffers.Sharded] = []
-        self._local_length: int | None = None
-        self._calls = 0
-        self._open = False
-        self._torch: AbstractContextManager[None] | None = None
-
-    def __enter__(self) -> Any:
-        cp = self._cp
-        ring = cp._live_ring()
-        if self._open or cp._block is not None or is_active():
-            raise NestedContext(
-                "a context-parallel block is active in this process already",
-                f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
-                "leave the first block before entering another; one block takes buffers of one length",
-            )
-        plan = self._agree(ring)
-        self._original = F.scaled_dot_product_attention
-        try:
-            if cp._device_type != "cpu" and cp.mesh is not None:
-                manager = torch_cp.attention(cp.mesh, cp.rotate_method)
-                manager.__enter__()
-                self._torch, self._torch_attention = manager, F.scaled_dot_product_attention
-            self._undo = _buffers.shard(plan, ring.rank, ring.size)
-            F.scaled_dot_product_attention = self._attention
-        except BaseException:
-            self._close(failed=True)
-            raise
-        self._open = True
-        cp._block, cp._lengths = self, None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(failed=kind is not None)
-        cp = self._cp
-        if kind is None and not cp._attended:
-            cp._attended = True
-            if not self._calls:
-                warnings.warn(
-                    AttentionWarning(
-                        "no attention call went through context parallelism in this block: each rank attended to its own "
-                        "shard only, if it attended at all",
-                        "torch.nn.functional.scaled_dot_product_attention was not called once",
-                        'set attn_implementation="sdpa"; call it as F.scaled_dot_product_attention, not by a name '
-                        "imported before the block; run the model inside the block",
-                    ),
-                    stacklevel=2,
-                )
-
-    def _close(self, failed: bool) -> None:
-        try:
-            if self._torch is not None:
-                # torch puts SDPA back only where its own wrapper stands.
-                F.scaled_dot_product_attention = self._torch_attention
-                self._torch.__exit__(None, None, None)
-        finally:
-            F.scaled_dot_product_attention = self._original
-            _buffers.restore(self._undo, everything=failed)
-            self._undo = []
-            self._arguments = (None, None, None)
-            self._open = False
-            self._cp._block = None
-
-    def _validate(self) -> list[_buffers.Buffer]:
-        cp = self._cp
-        plan = _buffers.validate(*self._arguments, cp.size)
-        length = plan[0].tensor.shape[plan[0].dim] if plan else None
-        cp.attach_hooks()
-        cp._models.check(length)
-        self._local_length = length // cp.size if length is not None else None
-        return plan
-
-    def _agree(self, ring: _ring.Ring) -> list[_buffers.Buffer]:
-        """Validate; where a fingerprint is due, see that all ranks of the group can enter with equal buffers."""
-        cp = self._cp
-        when = self._fingerprint or os.environ.get(FINGERPRINT_VARIABLE) or "first"
-        if when not in ("first", "always", "never"):
-            raise Contradiction(
-                "the fingerprint is compared 'first', 'always' or 'never'",
-                f"got {when!r}",
-                f"check the argument fingerprint and the variable {FINGERPRINT_VARIABLE}",
-            )
-        if when == "never" or (when == "first" and cp._agreed):
-            return self._validate()
-        plan: list[_buffers.Buffer] = []
-        mine: CPError | None = None
-        try:
-            plan = self._validate()
-        except CPError as error:
-            mine = error
-        held: list[Any] = [None] * ring.size
-        report = (str(mine) if mine else None, _buffers.fingerprint(plan))
-        dist.all_gather_object(held, report, group=ring.group)
-        if mine is not None:
-            raise mine
-        self._compare(held)
-        cp._agreed = True
-        return plan
-
-    @staticmethod
-    def _compare(held: Sequence[tuple[str | None, list[tuple[str, str]]]]) -> None:
-        errors = {rank: error for rank, (error, _) in enumerate(held) if error}
-        if errors:
-            raise RanksDiffer(
-                f"cp rank {', '.join(map(str, errors))} cannot enter the block",
-                "; ".join(f"rank {rank}: {error}" for rank, error in errors.items()),
-                "mend the error on that rank; no rank entered",
-                errors=errors,
-            )
-        for index, by_rank in _buffers.differences([prints for _, prints in held]):
-            raise RanksDiffer(
-                f"the ranks of one cp group hold different values in buffer {index}; they must hold the same batch",
-                "; ".join(f"rank {rank}: {text}" for rank, text in by_rank.items()),
-                "seed the sampler equally on all ranks of a cp group (accelerate's set_seed), or broadcast the batch from "
-                "cp rank 0; loaders that give each rank its own samples are an IterableDataset, or any on accelerate 1.9 "
-                "and older",
-                buffer=index,
-                held=by_rank,
-            )
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Stands in for ``F.scaled_dot_product_attention`` inside the block."""
-        problem = self._problem(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if problem is not None:
-            what, next_step = problem
-            shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
-            raise AttentionUnsupported(
-                what,
-                f"query, key, value {shapes}; attn_mask {'given' if attn_mask is not None else None}, "
-                f"dropout_p {dropout_p}, is_causal {is_causal}",
-                next_step,
-            )
-        self._calls += 1
-        if self._torch is not None:
-            return self._torch_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        if query.dim() == 3:
-            return self._ring_attention(query[None], key[None], value[None], is_causal, scale)[0]
-        return self._ring_attention(query, key, value, is_causal, scale)
-
-    def _ring_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-    ) -> Tensor:
-        return _ring.attention(self._cp._own_ring(), query, key, value, causal=is_causal, scale=scale)
-
-    _attention.__cpcompat__ = "attention"  # type: ignore[attr-defined]
-
-    def _problem(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> tuple[str, str] | None:
-        """What CP cannot compute in this call, and what to do."""
-        on_cpu = self._torch is None
-        if attn_mask is not None:
-            return (
-                "an attention mask was passed to attention inside a context-parallel block, and CP cannot apply one",
-                "pass no mask: right padding and plain causal attention need none; left padding and packing are not possible",
-            )
-        if dropout_p:
-            return (
-                "attention dropout cannot be used with context parallelism: forward and backward would drop differently",
-                "set attention_dropout to 0 in the model's config",
-            )
-        if query.dim() < 3 or query.shape[-2] != key.shape[-2] or key.shape[-2] != value.shape[-2]:
-            return (
-                "query and key have different lengths: this is cross-attention or a step with a key-value cache, not "
-                "attention of a sequence with itself",
-                "run cross-attention and generation outside the block, with use_cache=False inside it",
-            )
-        if self._local_length is not None and query.shape[-2] != self._local_length:
-            return (
-                f"attention over {query.shape[-2]} tokens inside a block whose ranks hold {self._local_length} each",
-                "run modules with a sequence of their own (an encoder, a vision tower) outside the block",
-            )
-        if is_causal and query.shape[-2] % 2:
-            return ("a shard has an odd number of tokens", "shard in 2 x cp size chunks, as positions() gives them")
-        if not is_causal and not on_cpu:
-            return (
-                "torch's context-parallel attention is causal only on this device (pytorch #141429)",
-                "pass is_causal=True, or run on CPU, where non-causal attention works",
-            )
-        if on_cpu and (query.dim() > 4 or key.shape[:-3] != query.shape[:-3] or value.shape[:-2] != key.shape[:-2]):
-            return (
-                "query, key and value have batch dimensions that ring attention does not broadcast",
-                "pass (batch, heads, length, width) with one batch size",
-            )
-        heads, key_heads = (query.shape[-3], key.shape[-3]) if query.dim() > 3 else (1, 1)
-        if heads != key_heads and (not enable_gqa or heads % key_heads):
-            return (
-                f"{heads} query heads do not go with {key_heads} key heads",
-                "pass enable_gqa=True where one number is a multiple of the other",
-            )
-        return None
-
-
-class _BatchBlock(_Block):
-    """A block over a batch, which is prepared where a block validates: an error on one rank is one on all."""
-
-    def __init__(self, cp: CPContext, prepare: Callable[[], _batch.Whole]) -> None:
-        super().__init__(cp, None, None, None, None)
-        self._prepare = prepare
-        self._shards: dict[str, Tensor] = {}
-
-    def __enter__(self) -> dict[str, Any]:
-        super().__enter__()
-        cp, whole = self._cp, self._whole
-        cp._lengths = whole.length, whole.padded
-        try:
-            return whole.local(self._shards, cp.rank, cp.size)
-        except BaseException:
-            self._close(failed=True)
-            raise
-
-    def labelled(self) -> Tensor | None:
-        """How many of this rank's tokens have a label; None where the batch has no labels."""
-        labels = self._shards.get("shift_labels")
-        return None if labels is None else (labels != self._whole.ignore_index).sum()
-
-    def _validate(self) -> list[_buffers.Buffer]:
-        self._whole = self._prepare()
-        self._shards = self._whole.buffers()
-        buffers = list(self._shards.values())
-        self._arguments = (buffers, list(self._whole.dims.values()), buffers)
-        return super()._validate()
-
-    def _problem(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> tuple[str, str] | None:
-        problem = super()._problem(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if problem is None and not is_causal and self._whole.hides:
-            return (
-                "attention that is not causal sees the padded tokens of this batch",
-                f"use a causal model, or batches without padding, of a multiple of {2 * self._cp.size} tokens",
-            )
-        return problem
-
-
-def is_active() -> bool:
-    """Whether a CP block, of this or another copy of cpcompat or of torch itself, is open in this process."""
-    current = F.scaled_dot_product_attention
-    return getattr(current, "__cpcompat__", "") == "attention" or torch_cp.is_patched(current)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Ring", "attention"]
+from .buffers import head_tail, in_global_order
+
+__all__ = ["Ring", "attention", "unshard"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -103,9 +105,7 @@ def _queries(ring: Ring, source: int, causal: bool, length: int) -> slice:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool, scale: float) -> Tensor:
         kv = torch.stack((key, value))
         heads, length = query.shape[1], query.shape[2]
         accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -123,10 +123,10 @@ class _RingAttention(torch.autograd.Function):
             old = lse[:, :, rows]
             out[:, :, rows].lerp_(block.to(accumulate), torch.sigmoid(block_lse - old).unsqueeze(-1))
             torch.logaddexp(old, block_lse.to(accumulate), out=old)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, kv, out, lse)
+        result: Tensor = out.to(query.dtype)
+        ctx.save_for_backward(query, kv, result, lse)
         ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
-        return out
+        return result
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
@@ -195,3 +195,38 @@ def attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: 
         query, key, value = (torch.nn.functional.pad(t, (0, both - t.shape[-1])) for t in (query, key, value))
     out: Tensor = _RingAttention.apply(query, key, value, ring, causal, scale)  # type: ignore[no-untyped-call]
     return out[..., :value_width]
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, ring: Ring) -> Tensor:
+        ctx.dim, ctx.ring = dim, ring
+        shard = tensor.detach().contiguous()
+        # As bytes: gloo knows neither bool nor, in every release, bfloat16.
+        flat = shard.reshape(-1).view(torch.uint8)
+        parts = [torch.empty_like(flat) for _ in range(ring.size)]
+        dist.all_gather(parts, flat, group=ring.group)
+        return in_global_order([part.view(shard.dtype).view(shard.shape) for part in parts], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = grad.to(
+            torch.promote_types(grad.dtype, torch.float32), memory_format=torch.contiguous_format, copy=True
+        )
+        dist.all_reduce(total, group=ctx.ring.group)
+        return head_tail(total, ctx.dim, ctx.ring.rank, ctx.ring.size).to(grad.dtype), None, None
+
+
+def unshard(ring: Ring, tensor: Tensor, dim: int) -> Tensor:
+    """Join the ranks' shards of a tensor in global order; every rank must call it.
+
+    Args:
+        ring: the ranks.
+        tensor: this rank's shard, of one shape on all ranks.
+        dim: the sequence dimension, not negative, of even length.
+
+    Returns:
+        The whole tensor. A shard's gradient is the sum of what all ranks made of the whole.
+    """
+    whole: Tensor = _Unshard.apply(tensor, dim, ring)  # type: ignore[no-untyped-call]
+    return whole

@@ -205,7 +205,7 @@ def _observed(fn: Callable[..., Any], cp_size: int, args: Any, kwargs: Any) -> t
     __tracebackhide__ = True
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    from .context import is_active
+    from .block import is_active
 
     used = False
 
