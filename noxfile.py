@@ -20,7 +20,7 @@ ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
 BROKEN = next(row.tried[0] for row in RELEASES if row.has_config and row.own_context == "never")
 # What depends on accelerate; the engine and the ring, which do not, run once in `tests`.
-MATRIX = ["tests/test_resolve.py", "tests/test_equality.py", "tests/test_hooks.py", "tests/test_verify.py"]
+MATRIX = [f"tests/test_{name}.py" for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify")]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"

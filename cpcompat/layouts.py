@@ -8,7 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ABSENT", "LAYOUTS", "MIN_TORCH", "RELEASES", "Layout", "Release", "read", "register_layout"]
+__all__ = [
+    "ABSENT",
+    "LAYOUTS",
+    "MIN_TORCH",
+    "RELEASES",
+    "TRAINER_EVALUATES_SINCE",
+    "Layout",
+    "Release",
+    "read",
+    "register_layout",
+]
 
 Kind = Literal["context", "mesh"]
 
@@ -172,3 +182,6 @@ RELEASES: tuple[Release, ...] = (
 
 # accelerate's own floor for CP, and the first torch with a public context_parallel.
 MIN_TORCH = "2.6"
+
+# From this release on the Trainer evaluates under CP; before, it multiplies eval_loss by cp_size (transformers #48167).
+TRAINER_EVALUATES_SINCE = "5.16.0"

@@ -22,17 +22,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .errors import CPWarning, ForeignOwner, VersionTooOld
+from .layouts import TRAINER_EVALUATES_SINCE
 from .resolve import get_cp_context
-from .versions import Installed, base_version, installed
+from .versions import Installed, installed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
 __all__ = ["patch", "unpatch"]
-
-# From this release on the Trainer evaluates under CP; before, it multiplies eval_loss by cp_size (transformers #48167).
-EVALUATION_FIXED = "5.16.0"
 
 # How many batches of each kind are looked at: it costs the device a wait, and a collator does the same with every batch.
 LOOKS = 8
@@ -211,14 +209,13 @@ def _all_tensors(data: Any) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _warn_evaluation(transformers: Installed | None) -> None:
-    base, fixed = (transformers.base if transformers else None), base_version(EVALUATION_FIXED)
-    if base is not None and fixed is not None and base < fixed:
+    if transformers is not None and transformers.older_than(TRAINER_EVALUATES_SINCE):
         warnings.warn(
             CPWarning(
                 "with context parallelism the Trainer of this transformers release reports an eval_loss that is cp_size times "
                 "the true one (transformers #48167); training is right, and so is a trainer with a loss of its own (SFTTrainer)",
-                f"{transformers}; {EVALUATION_FIXED} brought the repair",
-                f"pip install 'transformers>={EVALUATION_FIXED}', or divide eval_loss by cp_size",
+                f"{transformers}; {TRAINER_EVALUATES_SINCE} brought the repair",
+                f"pip install 'transformers>={TRAINER_EVALUATES_SINCE}', or divide eval_loss by cp_size",
             ),
             stacklevel=3,
         )

@@ -189,7 +189,8 @@ class _Pickler(pickle.Pickler):
 
 def _needs_file(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None) or ""
-    if not file.endswith(".py") or module.__name__ == "__main__":
+    # A rank has this package already; pytest rewrites it too, as the package of an installed plugin.
+    if not file.endswith(".py") or module.__name__ == "__main__" or module.__name__.startswith(f"{__package__}."):
         return False
     return place_of(module)[2] or not _found_by_name(module.__name__, file)
 

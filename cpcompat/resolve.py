@@ -25,7 +25,7 @@ from .errors import (
     VersionTooOld,
 )
 from .layouts import ABSENT, LAYOUTS, RELEASES, Layout, read
-from .versions import Installed, base_version, installed
+from .versions import Installed, installed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,8 +186,7 @@ def _look(acc: Any) -> _Seen:
 @functools.lru_cache(maxsize=8)
 def _warn_untested(found: Installed | None) -> None:
     newest = RELEASES[-1].tried[-1]
-    base, last = (found.base if found else None), base_version(newest)
-    if base is not None and last is not None and base > last:
+    if found is not None and found.newer_than(newest):
         warnings.warn(
             UntestedVersion(
                 f"{found} is newer than any accelerate that cpcompat was run against",

@@ -16,7 +16,7 @@ import torch
 
 from .errors import CreationFailed, VersionTooOld
 from .layouts import MIN_TORCH
-from .versions import base_version, installed
+from .versions import installed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,9 +56,7 @@ def require() -> None:
     """
     found = installed("torch")
     text = found.version if found else "none"
-    base = base_version(text)
-    floor = base_version(MIN_TORCH)
-    if base is not None and floor is not None and base < floor:
+    if found is not None and found.older_than(MIN_TORCH):
         raise VersionTooOld(
             f"context parallelism needs torch {MIN_TORCH} or newer",
             f"torch {text} is installed",

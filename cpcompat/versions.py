@@ -31,6 +31,16 @@ class Installed:
         """The release without local, dev and pre parts (``2.9.0+cu128`` -> ``2.9.0``); None where it is no version."""
         return base_version(self.version)
 
+    def older_than(self, release: str) -> bool:
+        """Whether this is an earlier release; False where the version cannot be read, so that it is tried."""
+        base, other = self.base, base_version(release)
+        return base is not None and other is not None and base < other
+
+    def newer_than(self, release: str) -> bool:
+        """Whether this is a later release; False where the version cannot be read."""
+        base, other = self.base, base_version(release)
+        return base is not None and other is not None and base > other
+
     def __str__(self) -> str:
         fork = "" if self.distribution == self.name else f" (from {self.distribution})"
         return f"{self.name} {self.version}{fork}"

@@ -200,7 +200,7 @@ WRONG = {
         {"exceptions"},
     ),
     "SDPA stays replaced": (
-        "context.py",
+        "block.py",
         "F.scaled_dot_product_attention = self._original",
         "pass",
         {f"attention, {METHOD}", f"attention, {METHOD}, GQA", "exceptions"},
