@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AttentionUnsupported": "errors",
     "AttentionWarning": "errors",
+    "BackwardOutside": "errors",
     "BatchInvalid": "errors",
     "BatchUnsupported": "errors",
     "BufferInvalid": "errors",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .context import CPContext as CPContext
     from .errors import AttentionUnsupported as AttentionUnsupported
     from .errors import AttentionWarning as AttentionWarning
+    from .errors import BackwardOutside as BackwardOutside
     from .errors import BatchInvalid as BatchInvalid
     from .errors import BatchUnsupported as BatchUnsupported
     from .errors import BufferInvalid as BufferInvalid

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 __all__ = [
     "AttentionUnsupported",
     "AttentionWarning",
+    "BackwardOutside",
     "BatchInvalid",
     "BatchUnsupported",
     "BufferInvalid",
@@ -161,6 +162,12 @@ class BatchUnsupported(BatchInvalid):
     """A batch says something that context parallelism cannot express: left padding, packed rows, pixels (trl #6843)."""
 
     code = "CP206"
+
+
+class BackwardOutside(CPError):
+    """A backward pass computes again, outside the block, what was computed inside it (trl #4314)."""
+
+    code = "CP208"
 
 
 class AttentionUnsupported(CPError):
