@@ -18,6 +18,13 @@ from cpcompat.layouts import RELEASES  # noqa: E402
 TORCH = "2.13.0"
 ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
+# The Trainer's users: transformers before and after it learned to evaluate under CP.
+CLIENTS = [
+    (release, transformers)
+    for release in ("1.10.1", "1.12.0", "1.15.0")
+    for transformers in ("4.57", "5")
+    if (release, transformers) != ("1.10.1", "5")  # transformers 5 asks for accelerate 1.12 itself
+]
 BROKEN = next(row.tried[0] for row in RELEASES if row.has_config and row.own_context == "never")
 # What depends on accelerate; the engine and the ring, which do not, run once in `tests`.
 MATRIX = [f"tests/test_{name}.py" for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify")]
@@ -90,6 +97,16 @@ def accelerate(session: nox.Session, version: str) -> None:
     """What depends on accelerate, on each release of the table."""
     install(session, *group("test"), accelerate=version)
     pytest(session, *MATRIX, record=f"accelerate-{version}")
+
+
+@nox.session(default=False)
+@nox.parametrize("version,transformers", CLIENTS, ids=[f"{a}-transformers-{t}" for a, t in CLIENTS])
+def clients(session: nox.Session, version: str, transformers: str) -> None:
+    """Real training with transformers' Trainer and TRL's SFTTrainer, with and without CP."""
+    requirement = f"transformers=={transformers}.*"
+    install(session, requirement, "trl", *group("test"), accelerate=version)
+    name = f"clients-{version}-transformers-{transformers}"
+    pytest(session, "-m", "clients", "tests/clients", record=name)
 
 
 @nox.session
