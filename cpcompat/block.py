@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,7 @@ from . import buffers as _buffers
 from . import ring as _ring
 from . import torch_cp
 from .errors import AttentionUnsupported, AttentionWarning, Contradiction, NestedContext, RanksDiffer
+from .explaining import explain, guard_recomputation
 from .sdpa import Call, problem
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Block(AbstractContextManager[Any]):
     ) -> None:
         self._close(failed=kind is not None)
         cp = self._cp
+        if error is not None:
+            explain(error, self._local_length, cp.size)
         if kind is None and not cp._attended:
             cp._attended = True
             if not self._calls:
@@ -181,6 +185,8 @@ class Block(AbstractContextManager[Any]):
         if found is not None:
             raise AttentionUnsupported(found[0], str(call), found[1])
         self._calls += 1
+        if not torch.is_grad_enabled():
+            guard_recomputation(is_active)
         if self._torch is not None:
             return self._torch_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         if query.dim() == 3:
