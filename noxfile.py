@@ -114,3 +114,9 @@ def verify(session: nox.Session) -> None:
     """Show the repair on the release that makes no context by itself."""
     install(session, "transformers", accelerate=BROKEN)
     session.run("python", "-m", "cpcompat", "verify", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def tables(session: nox.Session) -> None:
+    """Make the compatibility page and the README's table of the result files."""
+    session.run(sys.executable, str(ROOT / "tools" / "tables.py"), external=True)

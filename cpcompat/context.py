@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -76,7 +77,9 @@ class CPContext:
         self.size: int = mesh.size() if mesh is not None else (size or 1)
         self._passes_to = passes_to
         self._world = dist.group.WORLD if dist.is_available() else None
-        self._accelerator = weakref.ref(accelerator) if accelerator is not None else lambda: None
+        self._accelerator: Callable[[], object] = lambda: accelerator
+        with contextlib.suppress(TypeError):  # somebody's stand-in may not be weakly referable
+            self._accelerator = weakref.ref(accelerator)
         self._models = Models()
         self._agreed = False
         self._attended = False

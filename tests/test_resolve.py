@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+from unittest import mock
+
 import pytest
 from installed import RELEASE
 from ranks import resolve_bodies as bodies
 
+from cpcompat import CPError, get_cp_context
 from cpcompat.testing import Ranks, run_ranks
 
 HAS_CONFIG = pytest.mark.skipif(not RELEASE.has_config, reason="this accelerate has no ParallelismConfig")
@@ -138,6 +142,27 @@ def test_a_refusal_says_what_was_seen_and_what_to_do(ranks2: Ranks, situation: s
             assert word in report["text"], report["text"]
         if situation == "creation":
             assert report["cause"] == "AttributeError", "the cause is chained"
+
+
+class Raising:
+    """Every attribute is a getter that fails."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise OSError(f"no {name}")
+
+
+@pytest.mark.parametrize(
+    "stand_in",
+    [None, 1, "acc", object(), types.SimpleNamespace(), Raising(), mock.Mock(), mock.MagicMock(spec=dict), int],
+)
+@pytest.mark.parametrize("arguments", [{}, {"cp_size": 2}])
+def test_anything_that_is_no_accelerator_is_a_typed_error(stand_in: object, arguments: dict[str, int]) -> None:
+    with pytest.raises(CPError) as seen:
+        get_cp_context(stand_in, **arguments)
+    assert type(seen.value).__name__ == ("CPNotReady" if arguments else "CPNotRequested")
+    assert seen.value.next_step
 
 
 @HAS_CONFIG

@@ -1,0 +1,132 @@
+"""Make docs/compatibility.md and the README's table of the result files: what was run, and nothing else.
+
+python tools/tables.py            write them
+python tools/tables.py --check    exit 1 where they are not those of the results
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cpcompat.layouts import RELEASES  # noqa: E402
+
+RESULTS, PAGE, README = ROOT / "results", ROOT / "docs" / "compatibility.md", ROOT / "README.md"
+BEGIN, END = "<!-- compatibility: made by `nox -s tables` of the files in results/ -->\n", "<!-- /compatibility -->"
+OWN = {"never": "never", "prepare": "at the first `prepare()`"}
+
+
+def result(name: str) -> dict[str, Any] | None:
+    """A result file, or None where there is none, or none of its tests ran on ranks."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found if found and sum(found["passed_on_ranks"].values()) else None
+
+
+def outcome(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not run"
+    skipped = sum(found["skipped"].values())
+    failed = f", **{found['failed']} failed**" if found["failed"] else ""
+    return f"{found['passed']} passed{failed}" + (f", {skipped} skipped" if skipped else "")
+
+
+def on_ranks(found: dict[str, Any] | None) -> str:
+    return ", ".join(f"{count} on {n}" for n, count in found["passed_on_ranks"].items()) if found else ""
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def accelerate_rows() -> list[list[str]]:
+    rows = []
+    for row in RELEASES:
+        for version in row.tried:
+            found = result(f"accelerate-{version}")
+            does = "made" if row.own_context == "never" else "adopted after `prepare()`, made before it"
+            asked = "" if row.has_config else " with `cp_size=`"
+            rows.append([version, OWN[row.own_context], row.lost, does + asked, outcome(found), on_ranks(found)])
+    return rows
+
+
+def other_rows(prefix: str, names: list[str]) -> list[list[str]]:
+    rows = []
+    for path in sorted(RESULTS.glob(f"{prefix}-*.json")):
+        found = result(path.stem)
+        versions = json.loads(path.read_text())["versions"]
+        rows.append([*(versions.get(name, "") for name in names), outcome(found), on_ranks(found)])
+    return rows
+
+
+def reasons() -> str:
+    """Every reason for a skip, with the number of tests, over all result files."""
+    found: dict[str, int] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        for reason, count in json.loads(path.read_text()).get("skipped", {}).items():
+            found[reason] = found.get(reason, 0) + count
+    return table(["reason for a skip", "tests"], [[reason, str(count)] for reason, count in sorted(found.items())])
+
+
+def excerpt() -> str:
+    head = ["accelerate", "makes its context by itself", "what cpcompat does", "tests"]
+    return table(head, [[version, own, does, outcome] for version, own, _, does, outcome, _ in accelerate_rows()])
+
+
+def page() -> str:
+    whole = next(iter(sorted(RESULTS.glob("accelerate-*-whole.json"))), None)
+    versions = json.loads(whole.read_text())["versions"] if whole else {}
+    with_what = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if name != "accelerate")
+    head = ["accelerate", "makes its context by itself", "what a user loses", "what cpcompat does", "tests", "ranks"]
+    sources = "\n".join(f"* {row.since}: {row.source}" for row in RELEASES)
+    return f"""# Compatibility
+
+Made by `nox -s tables` of the files in `results/`, each written by the test run that it tells of. A release counts as run
+only where tests passed on two real ranks or more with exactly these versions.
+
+## accelerate
+
+With {with_what or "nothing yet"}. The tests of each row are `resolve`, `equality`, `hooks`, `batch`, `patch`, `testing` and
+`verify`; among them are a tiny Llama's loss (to 1e-6) and every gradient (to 1e-5) against the same model without CP, under
+DDP and FSDP2 (DDP alone up to 1.9), CP 2 and 4, both rotate methods, and two data-parallel groups of CP 2.
+
+{table(head, accelerate_rows())}
+Where it is told:
+
+{sources}
+
+The whole suite, on the newest: {outcome(json.loads(whole.read_text())) if whole else "not run"}.
+
+## The Trainer's users
+
+{table(["accelerate", "transformers", "trl", "tests", "ranks"], other_rows("clients", ["accelerate", "transformers", "trl"]))}
+## torch
+
+{table(["torch", "accelerate", "python", "tests", "ranks"], other_rows("torch", ["torch", "accelerate", "python"]))}
+## Skips
+
+{reasons()}"""
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    wanted = {README: text[:begin] + "\n" + excerpt() + "\n" + text[end:], PAGE: page()}
+    stale = [path for path, content in wanted.items() if not path.exists() or path.read_text("utf-8") != content]
+    if "--check" in sys.argv:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not that of the results: run `nox -s tables`")
+        return bool(stale)
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
