@@ -12,14 +12,14 @@ import pytest
 from ranks import client_bodies as bodies
 
 import cpcompat
-from cpcompat.patching import EVALUATION_FIXED
+from cpcompat.layouts import TRAINER_EVALUATES_SINCE
 from cpcompat.testing import Ranks
-from cpcompat.versions import base_version, installed
+from cpcompat.versions import installed
 
 CHECKOUT = Path(__file__).parents[2]
 TRANSFORMERS = installed("transformers")
 assert TRANSFORMERS is not None and TRANSFORMERS.base is not None
-EVALUATES = TRANSFORMERS.base >= base_version(EVALUATION_FIXED)
+EVALUATES = not TRANSFORMERS.older_than(TRAINER_EVALUATES_SINCE)
 
 
 def test_the_page(ranks2: Ranks) -> None:

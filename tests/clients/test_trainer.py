@@ -13,17 +13,17 @@ from installed import ACCELERATE, RELEASE
 from ranks import client_bodies as bodies
 
 from cpcompat import RankFailed
-from cpcompat.patching import EVALUATION_FIXED
+from cpcompat.layouts import TRAINER_EVALUATES_SINCE
 from cpcompat.testing import Ranks, run_ranks
-from cpcompat.versions import base_version, installed
+from cpcompat.versions import installed
 
 TRANSFORMERS = installed("transformers")
 assert TRANSFORMERS is not None and TRANSFORMERS.base is not None
 assert ACCELERATE is not None and ACCELERATE.base is not None
 # transformers #48167: before, the Trainer evaluates without CP, and multiplies eval_loss by cp_size.
-EVALUATES = TRANSFORMERS.base >= base_version(EVALUATION_FIXED)
+EVALUATES = not TRANSFORMERS.older_than(TRAINER_EVALUATES_SINCE)
 # From 1.14 on, accelerate takes a model that it has prepared for evaluation for prepared, and leaves DDP out.
-FORGETS_DDP = ACCELERATE.base >= base_version("1.14.0")
+FORGETS_DDP = not ACCELERATE.older_than("1.14.0")
 
 SIZES = {"cp2": (2, 1), "cp4": (4, 1), "cp2-dp2": (2, 2)}
 CASES: dict[str, dict[str, Any]] = {
