@@ -116,6 +116,13 @@ def verify(session: nox.Session) -> None:
     session.run("python", "-m", "cpcompat", "verify", *session.posargs)
 
 
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure against torch's own context and one process, and make docs/benchmark.md: ten minutes of a quiet machine."""
+    install(session, *group("bench"))
+    session.run("python", str(ROOT / "bench" / "bench.py"), *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+
+
 @nox.session(default=False, venv_backend="none")
 def tables(session: nox.Session) -> None:
     """Make the compatibility page and the README's table of the result files."""
