@@ -6,7 +6,9 @@ Importing this package loads neither torch nor accelerate nor packaging; the nam
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+# What type checkers take for true, without the import of typing, which would cost more than all the rest.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,8 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from .checks import VerifyReport as VerifyReport
     from .context import CPContext as CPContext
     from .errors import AttentionUnsupported as AttentionUnsupported
