@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from cpcompat.layouts import RELEASES  # noqa: E402
+from cpcompat.layouts import RELEASES, TORCHES  # noqa: E402
 
 TORCH = "2.13.0"
 ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
+# What depends on torch.
+ENGINE = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve")]
 # The Trainer's users: transformers before and after it learned to evaluate under CP.
 CLIENTS = [
     (release, transformers)
@@ -121,6 +124,33 @@ def bench(session: nox.Session) -> None:
     """Measure against torch's own context and one process, and make docs/benchmark.md: ten minutes of a quiet machine."""
     install(session, *group("bench"))
     session.run("python", str(ROOT / "bench" / "bench.py"), *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", TORCHES, ids=TORCHES)
+def torch_matrix(session: nox.Session, torch: str) -> None:
+    """The engine, the ring and the tiny Llama on each torch; ``-- 1.12.0`` runs one accelerate alone.
+
+    One environment at a time, removed afterwards: with CUDA each is 5 GB and more.
+    """
+    chosen = [argument for argument in session.posargs if argument in ACCELERATES]
+    session.posargs[:] = [argument for argument in session.posargs if argument not in chosen]
+    try:
+        for release in chosen or ("1.10.1", BROKEN, NEWEST):
+            install(session, *group("test"), accelerate=release, torch=torch)
+            pytest(session, *ENGINE, record=f"torch-{torch}-accelerate-{release}")
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
+@nox.session(default=False, python=["3.10", "3.12", "3.13", "3.14"])
+def pythons(session: nox.Session) -> None:
+    """The newest pair that each Python has."""
+    try:
+        session.install("-e", ".", *group("test"))
+        pytest(session, *ENGINE, record=f"python-{session.python}")
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
 
 @nox.session(default=False, venv_backend="none")

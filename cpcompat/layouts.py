@@ -13,6 +13,7 @@ __all__ = [
     "LAYOUTS",
     "MIN_TORCH",
     "RELEASES",
+    "TORCHES",
     "TRAINER_EVALUATES_SINCE",
     "Layout",
     "Release",
@@ -182,6 +183,8 @@ RELEASES: tuple[Release, ...] = (
 
 # accelerate's own floor for CP, and the first torch with a public context_parallel.
 MIN_TORCH = "2.6"
+# The torch releases that the torch matrix installs; what differs between them is found by looking, in torch_cp.
+TORCHES = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # From this release on the Trainer evaluates under CP; before, it multiplies eval_loss by cp_size (transformers #48167).
 TRAINER_EVALUATES_SINCE = "5.16.0"

@@ -19,3 +19,22 @@ def release() -> Release:
 
 
 RELEASE = release()
+
+
+def _fsdp2_problem() -> str:
+    """Why the installed pair has no FSDP2 with CP; empty where it has."""
+    import inspect
+    from pathlib import Path
+
+    import accelerate
+    from torch.distributed.fsdp import fully_shard
+
+    if not RELEASE.has_config:
+        return "this accelerate has no ParallelismConfig, without which its FSDP2 knows no cp dimension"
+    source = (Path(accelerate.__file__).parent / "utils" / "fsdp_utils.py").read_text(encoding="utf-8")
+    if "ignored_params" in source and "ignored_params" not in inspect.signature(fully_shard).parameters:
+        return "this accelerate passes ignored_params to FSDP2, which this torch does not know"
+    return ""
+
+
+FSDP2_PROBLEM = _fsdp2_problem()
