@@ -20,7 +20,7 @@ TORCH = "2.13.0"
 ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
 # What depends on torch.
-ENGINE = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve")]
+ENGINE = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve", "upstream")]
 # The Trainer's users: transformers before and after it learned to evaluate under CP.
 CLIENTS = [
     (release, transformers)

@@ -14,9 +14,11 @@ __all__ = [
     "MIN_TORCH",
     "RELEASES",
     "TORCHES",
+    "TORCH_RELEASES",
     "TRAINER_EVALUATES_SINCE",
     "Layout",
     "Release",
+    "TorchRelease",
     "read",
     "register_layout",
 ]
@@ -183,8 +185,41 @@ RELEASES: tuple[Release, ...] = (
 
 # accelerate's own floor for CP, and the first torch with a public context_parallel.
 MIN_TORCH = "2.6"
-# The torch releases that the torch matrix installs; what differs between them is found by looking, in torch_cp.
-TORCHES = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+
+
+@dataclass(frozen=True)
+class TorchRelease:
+    """What torch's own ``context_parallel`` does, in a span of releases; each in `tried` is run by the torch matrix.
+
+    cpcompat's block does the same on all of them. What is found by looking (places, signatures) is in `torch_cp`.
+
+    Attributes:
+        tried: the releases that the torch matrix installs.
+        restores: whether SDPA and buffers are restored after an exception in the block.
+        short: what becomes of a length that is a multiple of n and not of 2n.
+        empty: what becomes of an empty list of buffers (pytorch #159634).
+        expands: whether rows made by ``expand`` are cut in the right order (pytorch #170200).
+        views: whether two views of one tensor are cut and restored rightly.
+    """
+
+    tried: tuple[str, ...]
+    restores: bool
+    short: Literal["AssertionError", "contiguous shards"]
+    empty: Literal["accepted", "IndexError"]
+    expands: bool
+    views: bool = False
+
+
+TORCH_RELEASES: tuple[TorchRelease, ...] = (
+    TorchRelease(("2.6.0", "2.7.1", "2.8.0"), restores=False, short="AssertionError", empty="accepted", expands=True),
+    TorchRelease(("2.9.1",), restores=False, short="AssertionError", empty="IndexError", expands=True),
+    TorchRelease(("2.10.0",), restores=False, short="AssertionError", empty="IndexError", expands=False),
+    TorchRelease(("2.11.0", "2.12.1"), restores=False, short="AssertionError", empty="IndexError", expands=True),
+    TorchRelease(
+        ("2.13.0", "2.14.1", "2.15.0"), restores=True, short="contiguous shards", empty="IndexError", expands=True
+    ),
+)
+TORCHES = tuple(version for row in TORCH_RELEASES for version in row.tried)
 
 # From this release on the Trainer evaluates under CP; before, it multiplies eval_loss by cp_size (transformers #48167).
 TRAINER_EVALUATES_SINCE = "5.16.0"
