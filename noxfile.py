@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -151,6 +152,17 @@ def pythons(session: nox.Session) -> None:
         pytest(session, *ENGINE, record=f"python-{session.python}")
     finally:
         shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """The newest of everything, pre-releases included; exit code 3: upstream moved, 4: we broke."""
+    session.install("-e", ".", *group("test"))
+    session.install("--pre", "--upgrade", "accelerate", "torch", "transformers")
+    python = str(Path(session.bin) / "python")
+    code = subprocess.run([python, str(ROOT / "tools" / "newest.py"), *ENGINE, *MATRIX], check=False).returncode
+    if code:
+        sys.exit(code)
 
 
 @nox.session(default=False, venv_backend="none")
