@@ -26,6 +26,7 @@ _HOMES = {
     "CPWarning": "errors",
     "Contradiction": "errors",
     "CreationFailed": "errors",
+    "Finding": "findings",
     "ForeignOwner": "errors",
     "LengthInvalid": "errors",
     "LossWarning": "errors",
@@ -33,11 +34,13 @@ _HOMES = {
     "NestedContext": "errors",
     "RankFailed": "errors",
     "RanksDiffer": "errors",
+    "Report": "findings",
     "SequenceParallel": "errors",
     "StaleContext": "errors",
     "UntestedVersion": "errors",
     "VerifyReport": "checks",
     "VersionTooOld": "errors",
+    "diagnose": "diagnosing",
     "get_cp_context": "resolve",
     "patch": "patching",
     "register_layout": "layouts",
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
     from .checks import VerifyReport as VerifyReport
     from .context import CPContext as CPContext
+    from .diagnosing import diagnose as diagnose
     from .errors import AttentionUnsupported as AttentionUnsupported
     from .errors import AttentionWarning as AttentionWarning
     from .errors import BackwardOutside as BackwardOutside
@@ -75,6 +79,8 @@ if TYPE_CHECKING:
     from .errors import StaleContext as StaleContext
     from .errors import UntestedVersion as UntestedVersion
     from .errors import VersionTooOld as VersionTooOld
+    from .findings import Finding as Finding
+    from .findings import Report as Report
     from .layouts import register_layout as register_layout
     from .patching import patch as patch
     from .patching import unpatch as unpatch

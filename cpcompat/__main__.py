@@ -9,8 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from .checks import VerifyReport
+    from .findings import Report
 
 __all__ = ["main"]
 
@@ -30,15 +35,31 @@ def _verify(parser: argparse.ArgumentParser) -> Action:
     )
 
     def act(arguments: argparse.Namespace) -> int:
-        import json
-        import os
-
         from .verifying import verify
 
-        report = verify(arguments.nproc, timeout=arguments.timeout)
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(json.dumps(report.to_dict(), indent=2) if arguments.json else report.table(colour=colour))
-        return 0 if report.ok else 1
+        return _print(verify(arguments.nproc, timeout=arguments.timeout), arguments.json)
+
+    return act
+
+
+def _doctor(parser: argparse.ArgumentParser) -> Action:
+    """Look for what is known to make context parallelism fail: versions, environment and config file."""
+    parser.add_argument("--config", metavar="FILE", help="accelerate's config file, as accelerate config writes it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.epilog = (
+        "In a script, cpcompat.diagnose(accelerator) looks at models and loaders, too. "
+        "Exit code: 0 no errors found, 1 errors found, 2 wrong usage."
+    )
+
+    def act(arguments: argparse.Namespace) -> int:
+        from .diagnosing import diagnose
+        from .settings import ConfigUnreadable
+
+        try:
+            report = diagnose(config=arguments.config)
+        except ConfigUnreadable as error:
+            parser.error(str(error))
+        return _print(report, arguments.json)
 
     return act
 
@@ -60,9 +81,20 @@ def _run(parser: argparse.ArgumentParser) -> Action:
 
 
 _COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
+    "doctor": _doctor,
     "verify": _verify,
     "run": _run,
 }
+
+
+def _print(report: Report | VerifyReport, as_json: bool) -> int:
+    """Print a report, coloured on a terminal only; the exit code."""
+    import json
+    import os
+
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report.table(colour=colour))
+    return 0 if report.ok else 1
 
 
 def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:

@@ -128,7 +128,6 @@ _TABLE = (
         "`ParallelismConfig total_size (2) does not match num_processes (8)`, at the start of every rank.",
         "dp_replicate x dp_shard x cp x sp x tp must be the number of processes of all machines together.",
         "Change `dp_shard_size`, or the number of processes.",
-        ("accelerate #3817",),
     ),
     Code(
         "CP110",
@@ -138,7 +137,6 @@ _TABLE = (
         "On GPUs accelerate runs context parallelism together with FSDP2 only; FSDP1 and DeepSpeed know no cp mesh.",
         "`fsdp_version: 2` in the config, `FSDP_VERSION=2`, or `FullyShardedDataParallelPlugin(fsdp_version=2)`. For DDP set "
         "`ACCELERATE_ALLOW_CP_STANDALONE=true`.",
-        ("accelerate #3817",),
     ),
     Code(
         "CP111",

@@ -19,7 +19,7 @@ from .errors import AttentionWarning, ModelUnsupported
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Models", "attention_modules", "has_mask_hook"]
+__all__ = ["Models", "attention_modules", "has_mask_hook", "layer_limits"]
 
 # The name of accelerate's own hook function (1.10 on, big_modeling.py).
 _ACCELERATE_HOOK = "_self_attn_pre_forward_hook"
@@ -123,8 +123,15 @@ def _window(config: Any, layer_type: str) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def _limits(model: nn.Module) -> dict[str, int]:
-    """The layer types of a model that are not full attention, with the longest sequence for which they still are."""
+def layer_limits(model: nn.Module) -> dict[str, int]:
+    """Find the layer types of a model that are not full attention.
+
+    Args:
+        model: any model, wrapped or not.
+
+    Returns:
+        For each type the longest sequence for which it still is full causal attention, in tokens; 0 where there is none.
+    """
     config = _config(model)
     types = getattr(config, "layer_types", None)
     if types is None:
@@ -155,7 +162,7 @@ class Models:
         """
         if len(models) == len(self._seen) and all(ref() is model for ref, model in zip(self._seen, models)):  # noqa: B905
             return
-        limits = [(type(m).__name__, kind, longest) for m in models for kind, longest in _limits(m).items()]
+        limits = [(type(m).__name__, kind, longest) for m in models for kind, longest in layer_limits(m).items()]
         for name, kind, longest in limits:
             if not longest:
                 raise self._refusal(name, kind, longest, None)

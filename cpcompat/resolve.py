@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .context import CPContext
 
-__all__ = ["get_cp_context"]
+__all__ = ["get_cp_context", "peek"]
 
 ROTATE_METHODS = ("allgather", "alltoall")
 _KEYWORDS = ("buffers", "buffer_seq_dims", "no_restore_buffers")
@@ -132,6 +132,30 @@ def get_cp_context(
     with contextlib.suppress(TypeError):
         _known[acc] = _Known(context, request, _stamp(acc))
     return context
+
+
+def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
+    """Look at what `get_cp_context` would find, and make nothing.
+
+    Args:
+        acc: an ``accelerate.Accelerator``.
+
+    Returns:
+        The context, or None where it would have to be made; and what was looked at.
+
+    Raises:
+        CPError: what `get_cp_context` would raise.
+    """
+    with contextlib.suppress(TypeError):
+        known = _known.get(acc)
+        if known is not None and known.stamp == _stamp(acc) and known.context.alive:
+            return known.context, list(known.context.trail)
+    seen = _look(acc)
+    _check_arguments(_NOTHING, seen)
+    context = _existing(seen, _NOTHING)
+    if context is None and isinstance(place := _plan(seen, _NOTHING), str):
+        context = _delegate(seen, "a library unknown to cpcompat", place)
+    return context, seen.trail
 
 
 class _Identity:
@@ -433,20 +457,10 @@ def _judge_foreign(function: Any, layout: Layout, seen: _Seen) -> CPContext | st
 
 def _create(seen: _Seen, request: _Request) -> CPContext:
     """Do what accelerate's ``_prepare_cp`` would have done, and check it right after."""
-    import torch.distributed as dist
-
     from . import torch_cp
     from .context import CPContext
 
-    _check_requested(seen, request)
-    if not dist.is_available() or not dist.is_initialized():
-        raise CPNotReady(
-            "the process group does not exist yet, so there is no cp mesh",
-            "torch.distributed.is_initialized() is False",
-            "start under torchrun or accelerate launch, make the Accelerator (it calls init_process_group), then call "
-            "get_cp_context(acc)",
-        )
-    mesh = _mesh(seen, request)
+    mesh = _plan(seen, request)
     if isinstance(mesh, str):  # a foreign owner's mesh
         return _delegate(seen, "a library unknown to cpcompat", mesh)
     method = request.rotate_method or seen.rotate_method or "allgather"
@@ -481,6 +495,21 @@ def _create(seen: _Seen, request: _Request) -> CPContext:
             "make the Accelerator anew after init_process_group()",
         )
     return context
+
+
+def _plan(seen: _Seen, request: _Request) -> Any:
+    """The mesh to make a context over, see `_mesh`; an error where it was not asked for, or not yet possible."""
+    import torch.distributed as dist
+
+    _check_requested(seen, request)
+    if not dist.is_available() or not dist.is_initialized():
+        raise CPNotReady(
+            "the process group does not exist yet, so there is no cp mesh",
+            "torch.distributed.is_initialized() is False",
+            "start under torchrun or accelerate launch, make the Accelerator (it calls init_process_group), then call "
+            "get_cp_context(acc)",
+        )
+    return _mesh(seen, request)
 
 
 def _check_requested(seen: _Seen, request: _Request) -> None:

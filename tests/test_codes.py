@@ -10,6 +10,7 @@ import pytest
 
 import cpcompat
 from cpcompat import errors
+from cpcompat.checks import Row
 from cpcompat.codes import CODES, Code, link, troubleshooting
 
 ROOT = Path(cpcompat.__file__).parent
@@ -39,7 +40,7 @@ def test_every_code_in_the_package_has_its_row() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     said.update(re.findall(r"\bCP\d{3}\b", node.value))
-    assert said <= set(CODES)
+    assert said == set(CODES)
 
 
 @pytest.mark.parametrize("row", CODES.values(), ids=CODES)
@@ -79,3 +80,21 @@ def test_codes_keep_their_meaning() -> None:
         "UntestedVersion": "CP401",
         "VersionTooOld": "CP106",
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (Row("a", "ok", detail="[CP201] said somewhere"), ""),
+        (Row("a", "not run", detail="no transformers"), ""),
+        (Row.measured("a", loss=(1.0, 0.5)), "CP502"),
+        (Row.found("a", ["not restored"], "fine"), "CP502"),
+        (Row.raised("a", errors.BufferInvalid("what")), "CP201"),
+        (Row.raised("a", ValueError("mine")), "CP502"),
+        (Row("a", "FAILED", detail="[CP501] rank 1 of 2 raised CreationFailed: [CP103] what"), "CP103"),
+        (Row("a", "FAILED", detail="[CP501] rank 1 of 2 did not return within 8 s"), "CP501"),
+    ],
+)
+def test_a_failed_check_of_verify_has_a_code(row: Row, code: str) -> None:
+    assert row.code == row.to_dict()["code"] == code
+    assert (f"{code}: {CODES[code].title}" in row.lines()) if code else not any(":" in line for line in row.lines()[1:])
