@@ -8,6 +8,7 @@ over the same mesh.
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import traceback
 import warnings
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import torch_cp
+from .codes import CODES
 from .errors import AttentionWarning, LengthInvalid
 from .versions import installed
 
@@ -91,8 +93,14 @@ class Row:
         held = tuple(text for row in rows for text in row.ranks)
         return cls(worst.name, worst.status, numbers, worst.limits, words[0], held, worst.trace)
 
+    @property
+    def code(self) -> str:
+        """The code of a check that failed: that of the error which ended it, or CP502."""
+        named = re.findall(r"\[(CP\d{3})\]", self.detail) or ["CP502"]
+        return named[-1] if self.status == "FAILED" else ""
+
     def lines(self) -> list[str]:
-        """The finding as texts: the numbers and their limits, what was found, what each rank holds."""
+        """The finding as texts: the numbers and their limits, what was found, what each rank holds, what it is called."""
         parts = []
         if self.numbers:
             compared = (
@@ -100,12 +108,13 @@ class Row:
             )
             parts.append("    ".join(f"{what} {n:.1e} {sign} {limit:.0e}" for n, sign, limit, what in compared))
         parts += [self.detail] if self.detail else []
-        return parts + [f"rank {rank}: {text}" for rank, text in enumerate(self.ranks)]
+        parts += [f"rank {rank}: {text}" for rank, text in enumerate(self.ranks)]
+        return parts + ([f"{self.code}: {CODES[self.code].title}"] if self.code else [])
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON; a difference that is no finite number is None."""
         numbers = {what: n if math.isfinite(n) else None for what, n in self.numbers.items()}
-        return {**asdict(self), "numbers": numbers, "ranks": [*self.ranks]}
+        return {**asdict(self), "numbers": numbers, "ranks": [*self.ranks], "code": self.code}
 
 
 def _largest(numbers: Sequence[float]) -> float:

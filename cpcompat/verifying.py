@@ -58,7 +58,8 @@ def verify(nproc: int = 2, *, timeout: float = 120.0) -> VerifyReport:
             try:
                 held = ranks.run(body, name, *arguments)
             except RankFailed as error:
-                rows.append(Row(name, "FAILED", detail=error.what.splitlines()[0], trace=_trace(error)))
+                detail = f"[{error.code}] {error.what.splitlines()[0]}"
+                rows.append(Row(name, "FAILED", detail=detail, trace=_trace(error)))
                 hung = name if error.exception is None and error.exitcode is None else ""
                 continue
             rows.append(Row.merged(held))
