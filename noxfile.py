@@ -136,12 +136,18 @@ def torch_matrix(session: nox.Session, torch: str) -> None:
     """
     chosen = [argument for argument in session.posargs if argument in ACCELERATES]
     session.posargs[:] = [argument for argument in session.posargs if argument not in chosen]
+    failed = []
     try:
         for release in chosen or ("1.10.1", BROKEN, NEWEST):
             install(session, *group("test"), accelerate=release, torch=torch)
-            pytest(session, *ENGINE, record=f"torch-{torch}-accelerate-{release}")
+            try:
+                pytest(session, *ENGINE, record=f"torch-{torch}-accelerate-{release}")
+            except nox.command.CommandFailed:
+                failed.append(release)
     finally:
         shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+    if failed:
+        session.error(f"torch {torch} failed with accelerate {', '.join(failed)}")
 
 
 @nox.session(default=False, python=["3.10", "3.12", "3.13", "3.14"])

@@ -27,6 +27,7 @@ def _fsdp2_problem() -> str:
     from pathlib import Path
 
     import accelerate
+    import torch
     from torch.distributed.fsdp import fully_shard
 
     if not RELEASE.has_config:
@@ -34,6 +35,8 @@ def _fsdp2_problem() -> str:
     source = (Path(accelerate.__file__).parent / "utils" / "fsdp_utils.py").read_text(encoding="utf-8")
     if "ignored_params" in source and "ignored_params" not in inspect.signature(fully_shard).parameters:
         return "this accelerate passes ignored_params to FSDP2, which this torch does not know"
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        return "this torch's FSDP2 does not run on CPU: its CPU Stream has no record_event"
     return ""
 
 
