@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .errors import BufferInvalid, LengthInvalid
 
 __all__ = ["Buffer", "differences", "fingerprint", "head_tail", "in_global_order", "positions", "shard", "validate"]
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """One tensor to shard.
 
     Attributes:
         tensor: the caller's object.
         dim: its sequence dimension, not negative.
         restore: False for a member of ``no_restore_buffers``.
-        index: its place in the caller's list.
+        place: its index in the caller's list.
     """
 
     tensor: Tensor
     dim: int
     restore: bool
-    index: int
+    place: int
 
 
 def chunk_length(length: int, size: int) -> int:
@@ -150,31 +149,33 @@ def validate(
     found: dict[int, Buffer] = {}
     for index, (tensor, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
         dim = _check_tensor(index, tensor, dim)
+        length, device = tensor.shape[dim], tensor.device
+        if not found:
+            head_dim, head_length, head_device = dim, length, device
         first = found.setdefault(id(tensor), Buffer(tensor, dim, id(tensor) not in kept, index))
         if first.dim != dim:
             raise _invalid(
                 index,
-                f"is the same tensor as buffer {first.index}, with another dimension",
+                f"is the same tensor as buffer {first.place}, with another dimension",
                 f"dims {first.dim} and {dim}",
                 "list the tensor once, or pass a clone",
             )
-        head = found[id(tensors[0])]
-        if tensor.device != head.tensor.device:
+        if device != head_device:
             raise _invalid(
                 index,
                 "is on another device than buffer 0",
-                f"{tensor.device} and {head.tensor.device}",
+                f"{device} and {head_device}",
                 "move all buffers to one device",
             )
-        if tensor.shape[dim] != head.tensor.shape[head.dim]:
+        if length != head_length:
             raise _invalid(
                 index,
                 "has another sequence length than buffer 0",
-                f"{tensor.shape[dim]} in dim {dim}, and {head.tensor.shape[head.dim]} in dim {head.dim}",
+                f"{length} in dim {dim}, and {head_length} in dim {head_dim}",
                 "pass buffers of one sequence, and check buffer_seq_dims",
             )
     if tensors:
-        chunk_length(head.tensor.shape[head.dim], size)
+        chunk_length(head_length, size)
     return list(found.values())
 
 
@@ -237,8 +238,7 @@ def positions(length: int, rank: int, size: int, device: torch.device | str | No
     )
 
 
-@dataclass(frozen=True)
-class Sharded:
+class Sharded(NamedTuple):
     """A buffer that was sharded.
 
     Attributes:
@@ -254,7 +254,7 @@ def _point(tensor: Tensor, to: Tensor) -> None:
     tensor.data = to
     if not tensor.is_inference():
         # A backward that still needs the other values must fail, as it does with torch's own context.
-        torch.autograd.graph.increment_version(tensor)
+        increment_version(tensor)
 
 
 def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
@@ -268,11 +268,10 @@ def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
     Returns:
         What `restore` needs.
     """
-    shards = [head_tail(buffer.tensor.detach(), buffer.dim, rank, size) for buffer in buffers]
-    done: list[Sharded] = []
+    done = [Sharded(buffer, buffer.tensor.data) for buffer in buffers]
+    shards = [head_tail(whole, buffer.dim, rank, size) for buffer, whole in done]
     try:
         for buffer, part in zip(buffers, shards, strict=True):
-            done.append(Sharded(buffer, buffer.tensor.data))
             _point(buffer.tensor, part)
     except BaseException:
         restore(done, everything=True)
