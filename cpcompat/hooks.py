@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .block import is_active
 from .errors import AttentionWarning, ModelUnsupported
 
 if TYPE_CHECKING:
@@ -26,13 +27,16 @@ _ACCELERATE_HOOK = "_self_attn_pre_forward_hook"
 
 
 class _MaskHook:
-    """Drops ``attention_mask`` and asks for causal attention instead; nothing where no mask is passed by keyword."""
+    """Drops ``attention_mask`` and asks for causal attention instead, inside a block; outside of it the mask counts.
+
+    accelerate's own hook drops the mask everywhere, so that generating from left-padded prompts goes wrong.
+    """
 
     __cpcompat__ = "mask-hook"
     handle: RemovableHandle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if "attention_mask" in kwargs:
+        if "attention_mask" in kwargs and is_active():
             kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
         return args, kwargs
 

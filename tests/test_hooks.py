@@ -58,3 +58,7 @@ def test_modules_that_cannot_be_hooked_are_named(ranks2: Ranks) -> None:
         assert len(texts) == 1
         assert "seen: 1" in texts[0]
         assert "pass no attention mask" in texts[0]
+
+
+def test_outside_a_block_a_mask_counts(ranks2: Ranks) -> None:
+    assert max(ranks2.run(bodies.masks_outside_a_block, ARGUMENT)) == 0

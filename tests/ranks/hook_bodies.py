@@ -108,3 +108,20 @@ def unknown_modules(argument: bool) -> list[str]:
         get_cp_context(acc, **arguments)
         get_cp_context(acc, **arguments)
     return [str(w.message) for w in seen if issubclass(w.category, AttentionWarning)]
+
+
+def masks_outside_a_block(argument: bool) -> float:
+    """A left-padded row through a hooked model, outside any block: the mask counts, as without cpcompat."""
+    ids = batch(1, 16)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, :5] = 0
+    plain = model("llama").eval()
+    acc, arguments = accelerator_and_arguments(argument)
+    net = acc.prepare_model(model("llama"), evaluation_mode=True).eval()
+    get_cp_context(acc, **arguments)
+    assert all(has_mask_hook(module) for _, module in attention_modules(net))
+    with torch.no_grad():
+        right, mine = plain(input_ids=ids, attention_mask=mask).logits, net(input_ids=ids, attention_mask=mask).logits
+        dropped = plain(input_ids=ids).logits
+    assert float((right - dropped)[:, 5:].abs().max()) > 1e-3, "the mask makes a difference"
+    return float((right - mine)[:, 5:].abs().max())
