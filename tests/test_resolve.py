@@ -95,6 +95,14 @@ def test_only_a_real_context_is_adopted(ranks2: Ranks) -> None:
 
 
 @HAS_CONFIG
+def test_a_context_over_another_mesh_is_not_adopted(ranks4: Ranks) -> None:
+    for rank, (origin, note, members) in enumerate(ranks4.run(bodies.another_mesh)):
+        assert origin == "created"
+        assert f"a context over another mesh: ranks [{rank % 2}, {rank % 2 + 2}]" in note
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+@HAS_CONFIG
 def test_every_layout_of_the_table_is_looked_up(ranks2: Ranks) -> None:
     found = ranks2.run(bodies.layouts)[0]
     assert len(found) == 11

@@ -195,6 +195,15 @@ def candidates() -> dict[str, tuple[str, str]]:
     return found
 
 
+def another_mesh() -> tuple[str, str, list[int]]:
+    """On four ranks: a context over other ranks than the accelerator's cp mesh."""
+    acc = make_accelerator(2, fsdp2=False, dp_shard_size=2)
+    strided = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))["cp"]
+    acc._cp_context = functools.partial(context_parallel, mesh=strided)
+    cp = get_cp_context(acc)
+    return cp.origin, cp.trail[0], torch.distributed.get_process_group_ranks(cp.group)
+
+
 def layouts() -> dict[str, tuple[str, str]]:
     """A real context in every place of the table, and in one that was registered."""
     from cpcompat.layouts import LAYOUTS, read
