@@ -43,8 +43,9 @@ def test_no_false_alarm_on_a_healthy_llama(ranks2: Ranks, wrapper: str) -> None:
             if when != "before prepare":
                 assert fine >= {"CP101", "CP302", "CP303", "CP304", "CP307"}, str(report)
                 assert report.ok
+            # A note where another test's module has captured the function, which no model here uses.
             if when != "in the block":
-                assert "CP305" in fine
+                assert {("ok", "CP305"), ("note", "CP305")} & set(seen(report, "ok", "note"))
 
 
 # What is wrong, and the finding that says so: code, severity, words of the evidence.
@@ -57,6 +58,7 @@ SICK = {
     "not made yet": ("CP403", "warning", "absent: acc._cp_context, acc._context_parallel"),
     "sizes": ("CP109", "error", "dp_shard 4 x cp 2 = 8, and 2 processes"),
     "eager": ("CP304", "error", "model.layers.0.self_attn: eager"),
+    "flash": ("CP304", "error", "model.layers.1.self_attn: flash_attention_2"),
     "chunks": ("CP302", "note", "chunked_attention, sees 16 tokens back"),
     "linear attention": ("CP302", "error", "linear_attention"),
     "no hook": ("CP303", "warning", "Sequential: 1"),

@@ -105,6 +105,15 @@ def _set(path: str, value: Any) -> Callable[[], Any]:
     return make
 
 
+def _flash() -> Any:
+    """Asked for on a machine that has it; here the model is only looked at."""
+    acc = _acc(tiny_llama())
+    for module in acc._models[0].modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = "flash_attention_2"
+    return acc
+
+
 def _no_mesh() -> Any:
     acc = _acc(ready=False)
     acc.state.device_mesh = acc.parallelism_config.device_mesh = None
@@ -156,6 +165,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "not made yet": lambda: _acc(torch.nn.Linear(2, 2), ready=False),
     "sizes": _set("state.parallelism_config.dp_shard_size", 4),
     "eager": lambda: _acc(tiny_llama(attn_implementation="eager")),
+    "flash": _flash,
     "chunks": lambda: _acc(tiny_llama(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=16)),
     "linear attention": lambda: _acc(tiny_llama(layer_types=["linear_attention", "full_attention"]), ready=False),
     "no hook": lambda: _acc(torch.nn.Sequential(torch.nn.Linear(2, 2), Unhooked())),
