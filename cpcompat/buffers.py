@@ -139,7 +139,7 @@ def validate(
             buffers=len(tensors),
             dims=len(seq_dims),
         )
-    unknown = kept - {id(tensor) for tensor in tensors}
+    unknown = kept and kept - {id(tensor) for tensor in tensors}
     if unknown:
         raise BufferInvalid(
             "no_restore_buffers holds a tensor that is not among the buffers",
@@ -257,6 +257,17 @@ def _point(tensor: Tensor, to: Tensor) -> None:
         increment_version(tensor)
 
 
+def _cut(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """`head_tail` of a tensor without graph: both chunks are one strided view, so that one operation copies them."""
+    whole = whole.resolve_conj().resolve_neg()
+    shape, stride = list(whole.shape), list(whole.stride())
+    length = shape[dim] // (2 * size)
+    step = stride[dim] * length
+    shape[dim : dim + 1] = (2, length)
+    stride.insert(dim, step * (2 * size - 1 - 2 * rank))
+    return torch.as_strided_copy(whole, shape, stride, whole.storage_offset() + rank * step).flatten(dim, dim + 1)
+
+
 def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
     """Shard all buffers in place, or none.
 
@@ -269,7 +280,7 @@ def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
         What `restore` needs.
     """
     done = [Sharded(buffer, buffer.tensor.data) for buffer in buffers]
-    shards = [head_tail(whole, buffer.dim, rank, size) for buffer, whole in done]
+    shards = [_cut(whole, buffer.dim, rank, size) for buffer, whole in done]
     try:
         for buffer, part in zip(buffers, shards, strict=True):
             _point(buffer.tensor, part)
