@@ -164,7 +164,8 @@ class Models:
         Raises:
             ModelUnsupported: a model has layers that no sequence length makes full attention, such as linear attention.
         """
-        if len(models) == len(self._seen) and all(ref() is model for ref, model in zip(self._seen, models)):  # noqa: B905
+        refs = list(map(weakref.ref, models))  # one object a model for as long as it lives, so this compares identities
+        if refs == self._seen:
             return
         limits = [(type(m).__name__, kind, longest) for m in models for kind, longest in layer_limits(m).items()]
         for name, kind, longest in limits:
@@ -174,7 +175,7 @@ class Models:
             _attach(model)
         self._limits = limits
         self._longest = min((longest for _, _, longest in limits), default=float("inf"))
-        self._seen = [weakref.ref(model) for model in models]
+        self._seen = refs
 
     def check(self, length: int | None) -> None:
         """Refuse layers that see less than the sequence.

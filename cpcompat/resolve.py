@@ -49,9 +49,16 @@ class _Known:
     request: _Request
     stamp: tuple[Any, ...]
 
-    def answers(self, request: _Request) -> bool:
-        """Whether a later call asks for the same, or for nothing in particular."""
-        return request in (self.request, _NOTHING)
+    def answers(self, cp_size: int | None, mesh: DeviceMesh | None, rotate_method: str | None) -> bool:
+        """Whether a later call asks for nothing in particular, or for the same."""
+        if cp_size is None and mesh is None and rotate_method is None:
+            return True
+        return _Request(cp_size, mesh, rotate_method) == self.request
+
+    def holds(self, acc: Any) -> bool:
+        """Whether all stands as it stood; by identity, since it may have any notion of equality."""
+        (a, b, c, d), (e, f, g, h) = self.stamp, _stamp(acc)
+        return a is e and b is f and c is g and d is h and self.context.alive
 
 
 @dataclass(frozen=True)
@@ -116,15 +123,15 @@ def get_cp_context(
         VersionTooOld: accelerate or torch cannot do it.
         SequenceParallel: sequence parallelism was taken for CP.
     """
-    request = _Request(cp_size, mesh, rotate_method)
     try:
         known = _known.get(acc)
     except TypeError:  # not hashable or not weakly referable: somebody's stand-in, never kept
         known = None
-    if known is not None and known.answers(request) and known.stamp == _stamp(acc) and known.context.alive:
+    if known is not None and known.answers(cp_size, mesh, rotate_method) and known.holds(acc):
         known.context.attach_hooks()
         return known.context
 
+    request = _Request(cp_size, mesh, rotate_method)
     seen = _look(acc)
     _check_arguments(request, seen)
     context = _existing(seen, request) or _create(seen, request)
@@ -148,7 +155,7 @@ def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
     """
     with contextlib.suppress(TypeError):
         known = _known.get(acc)
-        if known is not None and known.stamp == _stamp(acc) and known.context.alive:
+        if known is not None and known.holds(acc):
             return known.context, list(known.context.trail)
     seen = _look(acc)
     _check_arguments(_NOTHING, seen)
@@ -158,31 +165,16 @@ def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
     return context, seen.trail
 
 
-class _Identity:
-    """Compares by identity: what stands on an accelerator may have any notion of equality."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
+_STAMPED = (("_cp_context",), ("_context_parallel",), ("state", "device_mesh"), ("state", "parallelism_config"))
 
 
 def _stamp(acc: Any) -> tuple[Any, ...]:
     """What must stay the same for a returned context to stay right."""
-    return tuple(
-        _Identity(read(acc, path))
-        for path in (
-            ("_cp_context",),
-            ("_context_parallel",),
-            ("state", "device_mesh"),
-            ("state", "parallelism_config"),
-        )
-    )
+    try:
+        state = acc.state
+        return acc._cp_context, getattr(acc, "_context_parallel", ABSENT), state.device_mesh, state.parallelism_config
+    except Exception:  # one is not there, as in older releases, or its getter fails
+        return tuple(read(acc, path) for path in _STAMPED)
 
 
 # --- what is there -----------------------------------------------------------------------------------------------------
