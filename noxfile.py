@@ -21,7 +21,9 @@ TORCH = "2.13.0"
 ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
 # What depends on torch.
-ENGINE = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve", "upstream")]
+ENGINE = [
+    f"tests/test_{name}.py" for name in ("context", "ring", "equality", "failure_modes", "hooks", "resolve", "upstream")
+]
 # The Trainer's users: transformers before and after it learned to evaluate under CP.
 CLIENTS = [
     (release, transformers)
@@ -31,7 +33,10 @@ CLIENTS = [
 ]
 BROKEN = next(row.tried[0] for row in RELEASES if row.has_config and row.own_context == "never")
 # What depends on accelerate; the engine and the ring, which do not, run once in `tests`.
-MATRIX = [f"tests/test_{name}.py" for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify")]
+MATRIX = [
+    f"tests/test_{name}.py"
+    for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify", "diagnosing", "failure_modes")
+]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from .findings import Finding, Report
+from .findings import Finding, Report, Severity
 from .layouts import MIN_TORCH, RELEASES, TRAINER_EVALUATES_SINCE
 from .settings import SWITCH, find, from_environment, from_file, judge, release
 
@@ -99,8 +99,8 @@ def _installed(wanted: bool, *, alone: bool) -> Iterator[Finding]:
             if not torch.older_than(since) and torch.older_than(until):
                 yield Finding.of("CP404", "note", f"{torch}: {fault}")
     if transformers is not None and transformers.older_than(TRAINER_EVALUATES_SINCE):
-        severity = "warning" if wanted else "note"
-        yield Finding.of("CP402", severity, f"{transformers}; {TRAINER_EVALUATES_SINCE} brought the repair")  # type: ignore[arg-type]
+        severity: Severity = "warning" if wanted else "note"
+        yield Finding.of("CP402", severity, f"{transformers}; {TRAINER_EVALUATES_SINCE} brought the repair")
     for name, words in _OWNERS.items():
         try:
             yield Finding.of("CP108", "note", f"{name} {metadata.version(name)}", title=f"Installed: {words}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .errors import CPError
-from .findings import Finding
+from .findings import Finding, Severity
 from .layouts import ABSENT, read
 from .settings import Settings, topology
 
@@ -65,9 +65,9 @@ def _context(acc: Any) -> tuple[Finding, int | None]:
     tried += ("; " if tried and absent else "") + (f"absent: {', '.join(absent)}" if absent else "")
     if context is None:
         late = "maybe_context_parallel is patched" if _patched(acc) else "no context stands on the accelerator"
-        severity = "note" if _patched(acc) or not read(acc, ("_models",)) else "warning"
+        severity: Severity = "note" if _patched(acc) or not read(acc, ("_models",)) else "warning"
         size = read(acc, ("parallelism_config", "cp_size"))
-        return Finding.of("CP403", severity, f"{late}; {tried}", title="The context is not made yet"), size  # type: ignore[arg-type]
+        return Finding.of("CP403", severity, f"{late}; {tried}", title="The context is not made yet"), size
     if context.origin == "delegated":
         return Finding.of("CP108", "note", tried, title=f"{context.owner} owns context parallelism here"), None
     said = f"{context.origin}, cp size {context.size}, rank {context.rank}, {context.rotate_method}, {context.layout}"
@@ -83,7 +83,7 @@ def _settings(acc: Any, size: int) -> Settings:
     sizes = {kind: value for kind in _KINDS if isinstance(value := read(config, (f"{kind}_size",)), int)}
     sharding = None
     if read(acc, ("device", "type")) != "cpu":
-        version = read(acc, ("state", "fsdp_plugin", "fsdp_version"))
+        version = 2 if read(acc, ("state", "fsdp_plugin", "fsdp_version")) == 2 else 1
         kind = str(read(acc, ("distributed_type",))).rpartition(".")[2].upper()
         sharding = {"FSDP": f"FSDP{version}", "DEEPSPEED": "DeepSpeed"}.get(kind, "none")
     processes = read(acc, ("num_processes",)) if sizes else None  # by cp_size= the world is cut evenly
@@ -108,7 +108,9 @@ def _model(model: nn.Module, *, hooked: bool) -> Iterator[Finding]:
     if not attention:
         yield Finding.of("CP303", "note", kind, title="No attention module was found in this model")
         return
-    ways = {name: read(module, ("config", "_attn_implementation")) for name, module in attention.items()}
+    # An encoder's attention, which is not causal, has a sequence of its own and no part in this.
+    causal = {name: module for name, module in attention.items() if getattr(module, "is_causal", None) is not False}
+    ways = {name: read(module, ("config", "_attn_implementation")) for name, module in causal.items()}
     others = [f"{name}: {way}" for name, way in ways.items() if str(way).startswith(_OTHERS)]
     unknown = [f"{name}: {way}" for name, way in ways.items() if isinstance(way, str) and way != "sdpa"]
     if others:
@@ -128,20 +130,22 @@ def _model(model: nn.Module, *, hooked: bool) -> Iterator[Finding]:
     if not limits:
         yield Finding.of("CP302", "ok", kind, title="Every layer is full attention")
 
-    bare = [name for name, module in attention.items() if not has_mask_hook(module)]
-    odd = [
-        name for name in bare if getattr(attention[name], "is_causal", None) is None and not name.endswith("self_attn")
-    ]
+    bare = [name for name, module in causal.items() if not has_mask_hook(module)]
+    odd = [name for name in bare if getattr(causal[name], "is_causal", None) is None and not name.endswith("self_attn")]
+    forced = [name for name in attention.keys() - causal.keys() if has_mask_hook(attention[name])]
+    if forced:
+        title = "Attention that is not causal, and accelerate's hook makes it so"
+        yield Finding.of("CP303", "warning", f"{kind}: {_some(sorted(forced))}", title=title)
     if odd:
         yield Finding.of("CP303", "warning", f"{kind}: {_some(odd)}", title="Attention modules that get no mask hook")
     elif bare and hooked:
         yield Finding.of(
             "CP303", "note", f"{kind}: {_some(bare)}", title="Mask hooks will be attached at the next get_cp_context"
         )
-    elif not bare:
-        yield Finding.of("CP303", "ok", f"{kind}: {len(attention)}", title="Every attention module drops its mask")
+    elif causal and not bare:
+        yield Finding.of("CP303", "ok", f"{kind}: {len(causal)}", title="Every attention module drops its mask")
 
-    dropping = [f"{name}: {rate}" for name, module in attention.items() if (rate := _dropout(module))]
+    dropping = [f"{name}: {rate}" for name, module in causal.items() if (rate := _dropout(module))]
     if dropping:
         yield Finding.of("CP306", "error" if model.training else "note", f"{kind}: {_some(dropping)}")
     yield from _checkpointing(model)
@@ -192,10 +196,12 @@ def _loader(loader: Any) -> str | None:
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and "Dispatcher" in type(loader).__name__:
         return "an IterableDataset, which the dispatcher deals out to all ranks"
     sampler = loader
-    while sampler is not None and not isinstance(sampler, RandomSampler):
-        inner = read(sampler, ("batch_sampler",)) or read(sampler, ("sampler",))
-        sampler = inner if inner is not ABSENT and inner is not sampler else None
-    if sampler is None:
+    for _ in range(8):  # wrappers of wrappers
+        if isinstance(sampler, RandomSampler):
+            break
+        inner = [read(sampler, (name,)) for name in ("batch_sampler", "sampler")]
+        sampler = next((one for one in inner if one is not None and one is not ABSENT), None)
+    if not isinstance(sampler, RandomSampler):
         return None
     if read(loader, ("synchronized_generator",)) and "generator" in (read(loader, ("rng_types",)) or ()):
         return None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from installed import ACCELERATE, RELEASE
@@ -62,6 +63,7 @@ SICK = {
     "chunks": ("CP302", "note", "chunked_attention, sees 16 tokens back"),
     "linear attention": ("CP302", "error", "linear_attention"),
     "no hook": ("CP303", "warning", "Sequential: 1"),
+    "not causal": ("CP303", "warning", "ModuleDict: self_attn"),
     "dropout": ("CP306", "error", "model.layers.0.self_attn: 0.1"),
     "reentrant": ("CP307", "note", "LlamaForCausalLM"),
     "shuffled": ("CP209", "warning", "a seed that nobody set"),
@@ -80,6 +82,11 @@ def test_what_is_wrong_is_named(ranks2: Ranks, case: str) -> None:
         assert words in evidence
         others = [(found, how) for found, how, _ in findings if how != "note" and (found, how) != (code, severity)]
         assert others == ([("CP403", "warning")] if case == "linear attention" else []), "and nothing else is"
+
+
+@pytest.mark.parametrize("acc", [object(), mock.MagicMock(), 3], ids=lambda acc: type(acc).__name__)
+def test_what_is_no_accelerator_is_no_crash(acc: object) -> None:
+    assert seen(diagnose(acc)) == [("error", "CP101")]
 
 
 @HAS_CONFIG

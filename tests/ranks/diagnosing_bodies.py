@@ -114,6 +114,16 @@ def _flash() -> Any:
     return acc
 
 
+def _forced() -> Any:
+    """A user's bidirectional attention under the name that accelerate goes by."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    model = torch.nn.ModuleDict({"self_attn": Unhooked(), "more": torch.nn.Linear(2, 2)})
+    model["self_attn"].is_causal = False
+    _attach_context_parallel_hooks(model)
+    return _acc(model)
+
+
 def _no_mesh() -> Any:
     acc = _acc(ready=False)
     acc.state.device_mesh = acc.parallelism_config.device_mesh = None
@@ -169,6 +179,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "chunks": lambda: _acc(tiny_llama(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=16)),
     "linear attention": lambda: _acc(tiny_llama(layer_types=["linear_attention", "full_attention"]), ready=False),
     "no hook": lambda: _acc(torch.nn.Sequential(torch.nn.Linear(2, 2), Unhooked())),
+    "not causal": _forced,
     "dropout": _dropping,
     "reentrant": _reentrant,
     "shuffled": lambda: _acc(_shuffled()),
