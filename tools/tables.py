@@ -14,10 +14,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cpcompat.layouts import RELEASES  # noqa: E402
+from cpcompat.layouts import RELEASES, TORCH_RELEASES, TORCHES  # noqa: E402
 
 RESULTS, PAGE, README = ROOT / "results", ROOT / "docs" / "compatibility.md", ROOT / "README.md"
 BEGIN, END = "<!-- compatibility: made by `nox -s tables` of the files in results/ -->\n", "<!-- /compatibility -->"
+FAULTS = [
+    "torch",
+    "after an exception",
+    "a length of n, not 2n",
+    "no buffers",
+    "expanded rows",
+    "two views of one tensor",
+]
 OWN = {"never": "never", "prepare": "at the first `prepare()`"}
 
 
@@ -65,6 +73,32 @@ def other_rows(prefix: str, names: list[str]) -> list[list[str]]:
     return rows
 
 
+def torch_rows() -> list[list[str]]:
+    rows = []
+    for torch in TORCHES:
+        for release in ("1.10.1", "1.12.0", "1.15.0"):
+            found = result(f"torch-{torch}-accelerate-{release}")
+            python = found["versions"]["python"] if found else ""
+            rows.append([torch, release, python, outcome(found), on_ranks(found)])
+    return rows
+
+
+def fault_rows() -> list[list[str]]:
+    """What torch's own context does; shown for the releases in which a test has seen it."""
+    rows = []
+    for row in TORCH_RELEASES:
+        seen = [
+            v for v in row.tried if any(result(f"torch-{v}-accelerate-{a}") for a in ("1.10.1", "1.12.0", "1.15.0"))
+        ]
+        after = "restored" if row.restores else "SDPA stays patched, buffers stay short"
+        expands = "right" if row.expands else "**wrong order**"
+        views = "right" if row.views else "**corrupted**"
+        rows.append(
+            [", ".join(seen) or f"{', '.join(row.tried)}: not run", after, row.short, row.empty, expands, views]
+        )
+    return rows
+
+
 def reasons() -> str:
     """Every reason for a skip, with the number of tests, over all result files."""
     found: dict[str, int] = {}
@@ -108,7 +142,13 @@ The whole suite, on the newest: {outcome(json.loads(whole.read_text())) if whole
 {table(["accelerate", "transformers", "trl", "tests", "ranks"], other_rows("clients", ["accelerate", "transformers", "trl"]))}
 ## torch
 
-{table(["torch", "accelerate", "python", "tests", "ranks"], other_rows("torch", ["torch", "accelerate", "python"]))}
+The tests of each row are `context`, `ring`, `equality`, `hooks`, `resolve` and `upstream`.
+
+{table(["torch", "accelerate", "python", "tests", "ranks"], torch_rows())}
+What torch's own `context_parallel` does, each seen by `tests/test_upstream.py` in that very release. cpcompat's block restores,
+refuses a length that does not fit, takes an empty list, and cuts expanded rows and views rightly on all of them.
+
+{table(FAULTS, fault_rows())}
 ## Skips
 
 {reasons()}"""

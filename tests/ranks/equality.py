@@ -116,3 +116,14 @@ def llama_equality(
         "loss": abs(float(whole) - loss) / loss,
         "gradient": worst(gradients(model), grads),
     }
+
+
+def fsdp2_factor() -> float:
+    """What FSDP2 makes of equal gradients on all ranks, without accelerate and without CP: 1 where it averages them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    model(torch.ones(1, 4)).sum().backward()
+    return float(gradients(model)["weight"].mean())
