@@ -726,7 +726,7 @@ def mechanics() -> dict[str, Any]:
     found["empty, torch"] = caught(lambda: torchs([]))[0]
     found["empty, cpcompat"] = caught(lambda: ours(cp, []))[0]
 
-    graph = torch.ones(1, 32, requires_grad=True) * 2
+    graph = torch.ones(1, 32, requires_grad=True)
     found["grad, torch"] = caught(lambda: torchs([graph]))[1]
     F.scaled_dot_product_attention = SDPA
     _reset_torch()
