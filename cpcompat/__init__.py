@@ -26,6 +26,7 @@ _HOMES = {
     "CPWarning": "errors",
     "Contradiction": "errors",
     "CreationFailed": "errors",
+    "EvaluationWarning": "errors",
     "Finding": "findings",
     "ForeignOwner": "errors",
     "LengthInvalid": "errors",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from .errors import CPNotRequested as CPNotRequested
     from .errors import CPWarning as CPWarning
     from .errors import CreationFailed as CreationFailed
+    from .errors import EvaluationWarning as EvaluationWarning
     from .errors import ForeignOwner as ForeignOwner
     from .errors import LengthInvalid as LengthInvalid
     from .errors import LossWarning as LossWarning

@@ -125,7 +125,8 @@ _TABLE = (
     Code(
         "CP109",
         "The sizes do not multiply to the number of processes",
-        "`ParallelismConfig total_size (2) does not match num_processes (8)`, at the start of every rank.",
+        "`ParallelismConfig total_size (2) does not match num_processes (8)` or `Mesh should not be bigger than default world "
+        "size`, at the start of every rank.",
         "dp_replicate x dp_shard x cp x sp x tp must be the number of processes of all machines together.",
         "Change `dp_shard_size`, or the number of processes.",
     ),
@@ -193,7 +194,8 @@ _TABLE = (
         "A batch says what context parallelism cannot express",
         "`BatchUnsupported`. Without cpcompat: the mask is dropped, and real tokens attend to padding or to another document.",
         "Context parallelism has one causal mask. Left padding, packed rows, pixels and encoders need another.",
-        "Pad on the right; give each sample a row of its own.",
+        "Pad on the right; give each sample a row of its own. `cp.batch` and `patch()` look at what a batch says; a block "
+        "over plain tensors has no names for them and cannot.",
         ("trl #6843", "accelerate #4177"),
     ),
     Code(
@@ -208,7 +210,8 @@ _TABLE = (
         "CP208",
         "Backward or a recomputation ran outside the block",
         "`BackwardOutside`, with reentrant checkpointing. Otherwise torch itself says `one of the variables needed for gradient "
-        "computation has been modified by an inplace operation` or `CheckpointError: ... different number of tensors was saved`. "
+        "computation has been modified by an inplace operation`, or `CheckpointError: torch.utils.checkpoint: Recomputed "
+        "values for the following tensors have different metadata` (or: `A different number of tensors was saved`). "
         "Without cpcompat, reentrant checkpointing is silent, and gradients are off by 20 %.",
         "After the block the buffers are whole again and attention is ordinary: what is computed a second time is another thing.",
         "Call `acc.backward(loss)` inside the block; keep checkpointed layers out of `cp.disabled()`, or wholly in it.",
@@ -326,9 +329,9 @@ _TABLE = (
     Code(
         "CP400",
         "A warning without a code of its own",
-        "A `CPWarning` about a release of another package.",
-        "The message says what is wrong there and which release repairs it.",
-        "Read the message.",
+        "A `CPWarning` that is none of the kinds below.",
+        "It is the base of the warnings; a filter for `CPWarning` catches them all.",
+        "Read the message: it says what was seen and what to do.",
     ),
     Code(
         "CP401",
@@ -340,7 +343,7 @@ _TABLE = (
     Code(
         "CP402",
         "The Trainer evaluates wrongly under context parallelism",
-        "`eval_loss` is cp_size times the true one; `predict` returns shards, and rows twice.",
+        "`EvaluationWarning`. `eval_loss` is cp_size times the true one; `predict` returns shards, and rows twice.",
         "transformers before 5.16 adds the losses of the cp ranks; logits stay sharded on every release.",
         "`pip install 'transformers>=5.16.0'`; for logits `cp.unshard` or `cp.gather`, and `patch()` for rows that are gathered.",
         ("transformers #48167", "transformers #48663", "transformers #48842"),

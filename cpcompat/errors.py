@@ -21,6 +21,7 @@ __all__ = [
     "CPWarning",
     "Contradiction",
     "CreationFailed",
+    "EvaluationWarning",
     "ForeignOwner",
     "LengthInvalid",
     "LossWarning",
@@ -217,6 +218,12 @@ class LossWarning(CPWarning):
     """A loss is divided by more tokens than the batch has labels (axolotl #3026, transformers #39648)."""
 
     code = "CP207"
+
+
+class EvaluationWarning(CPWarning):
+    """The Trainer's evaluation or prediction gives other values under CP (transformers #48167, #48842)."""
+
+    code = "CP402"
 
 
 class UntestedVersion(CPWarning):

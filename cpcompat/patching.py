@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import CPWarning, ForeignOwner, VersionTooOld
+from .errors import EvaluationWarning, ForeignOwner, VersionTooOld
 from .layouts import TRAINER_EVALUATES_SINCE
 from .resolve import get_cp_context
 from .versions import Installed, installed
@@ -211,7 +211,7 @@ def _all_tensors(data: Any) -> bool:
 def _warn_evaluation(transformers: Installed | None) -> None:
     if transformers is not None and transformers.older_than(TRAINER_EVALUATES_SINCE):
         warnings.warn(
-            CPWarning(
+            EvaluationWarning(
                 "with context parallelism the Trainer of this transformers release reports an eval_loss that is cp_size times "
                 "the true one (transformers #48167); training is right, and so is a trainer with a loss of its own (SFTTrainer)",
                 f"{transformers}; {TRAINER_EVALUATES_SINCE} brought the repair",
@@ -224,7 +224,7 @@ def _warn_evaluation(transformers: Installed | None) -> None:
 @functools.cache
 def _warn_prediction() -> None:
     warnings.warn(
-        CPWarning(
+        EvaluationWarning(
             "with context parallelism Trainer.predict() and compute_metrics get logits that are shards of the sequence, and "
             "each row once for every cp rank (transformers #48842)",
             "the Trainer asked for logits inside a context-parallel block",

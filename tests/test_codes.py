@@ -68,6 +68,7 @@ def test_codes_keep_their_meaning() -> None:
         "CPWarning": "CP400",
         "Contradiction": "CP105",
         "CreationFailed": "CP103",
+        "EvaluationWarning": "CP402",
         "ForeignOwner": "CP108",
         "LengthInvalid": "CP202",
         "LossWarning": "CP207",
