@@ -26,6 +26,7 @@ from installed import RELEASE
 from ranks import failure_bodies as bodies
 
 from cpcompat.codes import CODES
+from cpcompat.explaining import explain
 from cpcompat.testing import Ranks
 from cpcompat.versions import installed
 
@@ -261,6 +262,45 @@ def test_torchs_exceptions_come_through_with_a_note(ranks2: Ranks) -> None:
             (note,) = notes if sys.version_info >= (3, 11) else [text]
             for words in (f"[{code}] {CODES[code].title}", CODES[code].reason, CODES[code].remedy):
                 assert words in note
+
+
+class Old(RuntimeError):
+    """An exception as Python 3.10 has them, without notes."""
+
+    @property
+    def add_note(self) -> None:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Old])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("No available kernel.  Aborting execution.", "CP309"),
+        ("No viable backend for scaled_dot_product_attention was found. This is likely due to", "CP309"),
+        ("torch.utils.checkpoint: A different number of tensors was saved during the original forward and", "CP208"),
+        (
+            "The expanded size of the tensor (16) must match the existing size (8) at non-singleton dimension 3.",
+            "CP312",
+        ),
+        ("The size of tensor a (8) must match the size of tensor b (16) at non-singleton dimension 3", "CP312"),
+        ("The size of tensor a (8) must match the size of tensor b (32) at non-singleton dimension 3", ""),
+        ("one of the variables needed for gradient computation has been modified by an inplace operation", ""),
+        ("CUDA out of memory", ""),
+    ],
+)
+def test_a_note_is_added_where_the_reason_is_known(kind: type[RuntimeError], text: str, code: str) -> None:
+    error = kind(text)
+    explain(error, 8, 2)
+    noted = getattr(error, "__notes__", [])
+    if not code:
+        assert noted == []
+        assert error.args == (text,)
+    elif hasattr(error, "add_note"):
+        assert noted[0].startswith(f"[{code}] ")
+        assert error.args == (text,)
+    else:
+        assert str(error).startswith(f"{text}\n[{code}] ")
 
 
 # --- 12: unsafe mechanics -----------------------------------------------------------------------------------------------
