@@ -6,6 +6,7 @@ Importing this package loads neither torch nor accelerate nor packaging; the nam
 from __future__ import annotations
 
 import importlib
+from importlib.machinery import PathFinder
 
 # What type checkers take for true, without the import of typing, which would cost more than all the rest.
 TYPE_CHECKING = False
@@ -39,6 +40,7 @@ _HOMES = {
     "SequenceParallel": "errors",
     "StaleContext": "errors",
     "UntestedVersion": "errors",
+    "VendorRefused": "errors",
     "VerifyReport": "checks",
     "VersionTooOld": "errors",
     "diagnose": "diagnosing",
@@ -48,6 +50,9 @@ _HOMES = {
     "unpatch": "patching",
     "verify": "verifying",
 }
+# A vendored copy may lack what only tests need; then the name is not its own either.
+if PathFinder.find_spec(f"{__name__}.verifying", __path__) is None:
+    del _HOMES["verify"]
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -80,6 +85,7 @@ if TYPE_CHECKING:
     from .errors import SequenceParallel as SequenceParallel
     from .errors import StaleContext as StaleContext
     from .errors import UntestedVersion as UntestedVersion
+    from .errors import VendorRefused as VendorRefused
     from .errors import VersionTooOld as VersionTooOld
     from .findings import Finding as Finding
     from .findings import Report as Report
@@ -87,7 +93,7 @@ if TYPE_CHECKING:
     from .patching import patch as patch
     from .patching import unpatch as unpatch
     from .resolve import get_cp_context as get_cp_context
-    from .verifying import verify as verify
+    from .verifying import verify as verify  # type: ignore[import-not-found, unused-ignore]
 
 
 def __getattr__(name: str) -> Any:

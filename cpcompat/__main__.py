@@ -80,10 +80,44 @@ def _run(parser: argparse.ArgumentParser) -> Action:
     return act
 
 
+def _vendor(parser: argparse.ArgumentParser) -> Action:
+    """Copy this package into another one, or check such a copy."""
+    parser.add_argument("dest", metavar="DEST", help="the folder that gets the copy, such as src/product/_vendor")
+    parser.add_argument("--name", default="cpcompat", help="the copy's name (default cpcompat)")
+    parser.add_argument("--check", action="store_true", help="only name the files that are not as they should be")
+    parser.add_argument("--force", action="store_true", help="overwrite edited files, too")
+    parser.add_argument(
+        "--with-testing",
+        action=argparse.BooleanOptionalAction,
+        help="with testing, the pytest plugin and verify, or without (by default as the copy has it; a new one has not)",
+    )
+    parser.epilog = "Exit code: 0 all well, 1 refused or not as it should be, 2 wrong usage."
+
+    def act(arguments: argparse.Namespace) -> int:
+        from .errors import VendorRefused
+        from .vendoring import check, vendor
+
+        try:
+            if arguments.check:
+                changes = check(arguments.dest, arguments.name)
+                print("\n".join(map(str, changes)) or "as it should be")
+                return 1 if changes else 0
+            done = vendor(arguments.dest, arguments.name, testing=arguments.with_testing, force=arguments.force)
+        except VendorRefused as error:
+            print(error, file=sys.stderr)
+            return 1
+        came = f"{done.before} -> {__version__}" if done.before else __version__
+        print(f"{done.place}: {came if done.written else f'{__version__}, nothing to do'}")
+        return 0
+
+    return act
+
+
 _COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
     "doctor": _doctor,
     "verify": _verify,
     "run": _run,
+    "vendor": _vendor,
 }
 
 

@@ -32,7 +32,7 @@ class Code:
 
     Attributes:
         code: ``CP1xx`` finding the context, ``CP2xx`` buffers, batches and losses, ``CP3xx`` attention and models, ``CP4xx``
-            versions, ``CP5xx`` ranks and numbers.
+            versions, ``CP5xx`` ranks and numbers, ``CP6xx`` vendoring.
         title: a few words.
         symptom: what a user sees, with the exact words of an error where there is one.
         reason: why it matters.
@@ -387,6 +387,14 @@ _TABLE = (
         "A row of `verify` has failed.",
         "Training with context parallelism here gives plausible, wrong numbers.",
         "Do not train; report the table that `python -m cpcompat verify` prints.",
+    ),
+    # --- vendoring ---
+    Code(
+        "CP601",
+        "A copy cannot be made or checked",
+        "`VendorRefused`, from `python -m cpcompat vendor`.",
+        "The name is none, files of the copy were edited, or what stands there was not made by `vendor`. Nothing was touched.",
+        "Read the message; `--force` overwrites edited files.",
     ),
 )
 

@@ -32,6 +32,7 @@ __all__ = [
     "SequenceParallel",
     "StaleContext",
     "UntestedVersion",
+    "VendorRefused",
     "VersionTooOld",
 ]
 
@@ -187,6 +188,12 @@ class RankFailed(CPError):
     """A rank started by cpcompat failed, died or did not end in time."""
 
     code = "CP501"
+
+
+class VendorRefused(CPError):
+    """A copy cannot be made or checked; what stands in its place was not touched."""
+
+    code = "CP601"
 
 
 class CPWarning(UserWarning):

@@ -79,6 +79,7 @@ def test_codes_keep_their_meaning() -> None:
         "SequenceParallel": "CP107",
         "StaleContext": "CP104",
         "UntestedVersion": "CP401",
+        "VendorRefused": "CP601",
         "VersionTooOld": "CP106",
     }
 
