@@ -25,6 +25,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _KV, _GRAD = 0, 1  # message tags
+_GROUP = 1 << 20  # bytes of keys and values that travel at once
 
 
 @dataclass(frozen=True)
@@ -103,73 +104,130 @@ def _queries(ring: Ring, source: int, causal: bool, length: int) -> slice:
     return slice(length // 2, length) if causal and source > ring.rank else slice(0, length)
 
 
+def _groups(key: Tensor, repeats: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the heads into groups, for one ring after the other: what a ring needs for a while stays small.
+
+    Args:
+        key: (B, Hkv, L, D), whose shape is the same on all ranks.
+        repeats: query heads for one key head.
+
+    Yields:
+        The query heads and the key heads of a group, whose keys and values take about `_GROUP` bytes.
+    """
+    heads = key.shape[1]
+    number = max(1, min(heads, 2 * key.numel() * key.element_size() // _GROUP))
+    for at in range(number):
+        first, last = at * heads // number, (at + 1) * heads // number
+        yield slice(first * repeats, last * repeats), slice(first, last)
+
+
+def _forward(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> None:
+    """Fill out and lse for some of the heads."""
+    heads, length = query.shape[1], query.shape[2]
+    for source, part in _rotate(ring, torch.stack((key, value)), causal):
+        rows = _queries(ring, source, causal, length)
+        keys, values = _repeat(part, heads)
+        block, block_lse = _flash(
+            query[:, :, rows], keys, values, 0.0, causal and source == ring.rank, attn_mask=None, scale=scale
+        )
+        if source == ring.rank:
+            out.copy_(block)
+            lse.copy_(block_lse)
+            continue
+        # out and lse are weighted means over what was seen so far: softmax over the union of the keys.
+        old = lse[:, :, rows]
+        out[:, :, rows].lerp_(block.to(out.dtype), torch.sigmoid(block_lse - old).unsqueeze(-1))
+        torch.logaddexp(old, block_lse.to(lse.dtype), out=old)
+
+
+def _backward(
+    ring: Ring,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_query: Tensor,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Fill grad_query for some of the heads, and return the gradient of their keys and values."""
+    heads, length = query.shape[1], query.shape[2]
+    kv = torch.stack((key, value))
+    pending: list[tuple[Any, Any, Tensor, Tensor]] = []
+    for source, part in _rotate(ring, kv, causal):
+        rows = _queries(ring, source, causal, length)
+        keys, values = _repeat(part, heads)
+        block_query, block_key, block_value = _flash_backward(
+            grad_out[:, :, rows],
+            query[:, :, rows],
+            keys,
+            values,
+            out[:, :, rows],
+            lse[:, :, rows].contiguous(),
+            0.0,
+            causal and source == ring.rank,
+            attn_mask=None,
+            scale=scale,
+        )
+        grad_part = torch.stack((block_key, block_value))
+        if heads != kv.shape[2]:
+            grad_part = grad_part.view(*kv.shape[:3], -1, *grad_part.shape[-2:]).sum(dim=3)
+        if source == ring.rank:
+            grad_query.copy_(block_query)
+            grad_kv = grad_part.to(grad_query.dtype)
+            continue
+        grad_query[:, :, rows] += block_query
+        # Straight to the owner of these keys; the owner's reader at the same distance sends ours.
+        reader = (2 * ring.rank - source) % ring.size
+        arriving = torch.empty_like(_needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format)
+        sent = grad_part.contiguous()
+        pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
+    for send, receive, _, arriving in pending:
+        send.wait()
+        receive.wait()
+        grad_kv[..., : arriving.shape[-2], :] += arriving
+    return grad_kv
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool, scale: float) -> Tensor:
-        kv = torch.stack((key, value))
-        heads, length = query.shape[1], query.shape[2]
         accumulate = torch.promote_types(query.dtype, torch.float32)
-        for source, part in _rotate(ring, kv, causal):
-            rows = _queries(ring, source, causal, length)
-            keys, values = _repeat(part, heads)
-            block, block_lse = _flash(
-                query[:, :, rows], keys, values, 0.0, causal and source == ring.rank, attn_mask=None, scale=scale
-            )
-            if source == ring.rank:
-                out = block.to(accumulate, copy=True)
-                lse = block_lse.to(accumulate, memory_format=torch.contiguous_format, copy=True)
-                continue
-            # out and lse are weighted means over what was seen so far: softmax over the union of the keys.
-            old = lse[:, :, rows]
-            out[:, :, rows].lerp_(block.to(accumulate), torch.sigmoid(block_lse - old).unsqueeze(-1))
-            torch.logaddexp(old, block_lse.to(accumulate), out=old)
+        # (B, L, H, D) in memory, as the kernel has it: what follows attention joins the heads without a copy.
+        out = torch.empty_like(query.transpose(1, 2), dtype=accumulate, memory_format=torch.contiguous_format)
+        out = out.transpose(1, 2)
+        lse = torch.empty(query.shape[:3], dtype=accumulate, device=query.device)
+        for own, shared in _groups(key, query.shape[1] // key.shape[1]):
+            _forward(ring, query[:, own], key[:, shared], value[:, shared], out[:, own], lse[:, own], causal, scale)
         result: Tensor = out.to(query.dtype)
-        ctx.save_for_backward(query, kv, result, lse)
+        ctx.save_for_backward(query, key, value, result, lse)
         ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
         return result
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, kv, out, lse = ctx.saved_tensors
-        ring, causal = ctx.ring, ctx.causal
-        heads, length = query.shape[1], query.shape[2]
-        grad_out = grad_out.contiguous()
-        accumulate = torch.promote_types(query.dtype, torch.float32)
-        grad_query = torch.zeros_like(query, dtype=accumulate)
-        pending: list[tuple[Any, Any, Tensor, Tensor]] = []
-        for source, part in _rotate(ring, kv, causal):
-            rows = _queries(ring, source, causal, length)
-            keys, values = _repeat(part, heads)
-            block_query, block_key, block_value = _flash_backward(
-                grad_out[:, :, rows],
-                query[:, :, rows],
-                keys,
-                values,
-                out[:, :, rows],
-                lse[:, :, rows].contiguous(),
-                0.0,
-                causal and source == ring.rank,
-                attn_mask=None,
-                scale=ctx.scale,
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_query = torch.empty_like(query, dtype=lse.dtype)
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        for own, shared in _groups(key, query.shape[1] // key.shape[1]):
+            grad_kv = _backward(
+                ctx.ring,
+                grad_out[:, own].contiguous(),
+                query[:, own],
+                key[:, shared],
+                value[:, shared],
+                out[:, own],
+                lse[:, own],
+                grad_query[:, own],
+                ctx.causal,
+                ctx.scale,
             )
-            grad_query[:, :, rows] += block_query
-            grad_part = torch.stack((block_key, block_value))
-            if heads != kv.shape[2]:
-                grad_part = grad_part.view(*kv.shape[:3], -1, *grad_part.shape[-2:]).sum(dim=3)
-            if source == ring.rank:
-                grad_kv = grad_part.to(accumulate)
-                continue
-            # Straight to the owner of these keys; the owner's reader at the same distance sends ours.
-            reader = (2 * ring.rank - source) % ring.size
-            arriving = torch.empty_like(_needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format)
-            sent = grad_part.contiguous()
-            pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
-        for send, receive, _, arriving in pending:
-            send.wait()
-            receive.wait()
-            grad_kv[..., : arriving.shape[-2], :] += arriving
-        grad_key, grad_value = grad_kv.to(kv.dtype)
+            grad_key[:, shared], grad_value[:, shared] = grad_kv
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 
