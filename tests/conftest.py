@@ -14,6 +14,8 @@ import pytest
 from cpcompat.testing import Ranks
 from cpcompat.versions import installed
 
+collect_ignore = ["downstream"]  # a project of its own, see nox -s downstream
+
 PACKAGES = ("accelerate", "torch", "transformers", "trl", "pytest")
 
 
