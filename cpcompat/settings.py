@@ -13,7 +13,7 @@ from importlib import util
 
 from .findings import Finding
 from .layouts import RELEASES, Release
-from .resolve import ROTATE_METHODS
+from .seen import ROTATE_METHODS
 from .versions import Installed, installed
 
 __all__ = [

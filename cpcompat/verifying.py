@@ -14,7 +14,8 @@ from .checks import Row, VerifyReport, attention, exceptions, sharding, switch, 
 from .errors import RankFailed
 from .launch import Ranks
 from .layouts import LAYOUTS, read
-from .resolve import ROTATE_METHODS, get_cp_context
+from .resolve import get_cp_context
+from .seen import ROTATE_METHODS
 from .testing import cpu_parallelism_config, tiny_llama, use_fsdp2_on_cpu
 from .versions import installed
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpcompat import UntestedVersion, VersionTooOld, register_layout
-from cpcompat.layouts import ABSENT, LAYOUTS, RELEASES, read
+from cpcompat.layouts import ABSENT, LAYOUTS, RELEASES, TORCHES, read
 from cpcompat.versions import Installed, base_version, installed
 
 
@@ -61,17 +61,19 @@ def test_a_fork_is_found_by_its_import_name(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_newer_than_the_table_is_one_warning() -> None:
-    from cpcompat.resolve import _warn_untested
+    from cpcompat.seen import _warn_untested
 
     newer = Installed("accelerate", "accelerate", "99.0.0")
     with pytest.warns(UntestedVersion, match="accelerate 99.0.0 is newer") as seen:
-        _warn_untested(newer)
-        _warn_untested(newer)
+        _warn_untested(newer, RELEASES[-1].tried[-1])
+        _warn_untested(newer, RELEASES[-1].tried[-1])
     assert len(seen) == 1
+    with pytest.warns(UntestedVersion, match=r"torch 99\.1\.0\+cu999 is newer than any torch"):
+        _warn_untested(Installed("torch", "torch", "99.1.0+cu999"), TORCHES[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for release in RELEASES:
-            _warn_untested(Installed("accelerate", "accelerate", release.tried[-1]))
+            _warn_untested(Installed("accelerate", "accelerate", release.tried[-1]), RELEASES[-1].tried[-1])
 
 
 def test_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def layouts() -> dict[str, tuple[str, str]]:
     from cpcompat.layouts import LAYOUTS, read
 
     found = {}
-    cpcompat.register_layout("engine", "cp")
+    registered = cpcompat.register_layout("engine", "cp")
     for layout in [entry for entry in LAYOUTS if entry.kind == "context"]:
         acc = make_accelerator(2, fsdp2=False)
         acc.engine = types.SimpleNamespace()
@@ -223,6 +223,7 @@ def layouts() -> dict[str, tuple[str, str]]:
             found[str(layout)] = (cp.origin, cp.layout)
         finally:
             object.__delattr__(holder, layout.path[-1])
+    LAYOUTS.remove(registered)  # the ranks live on
     return found
 
 
