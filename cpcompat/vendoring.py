@@ -138,11 +138,11 @@ def check(dest: str | Path, name: str = "cpcompat") -> list[Change]:
             raise VendorRefused(f"there is no copy at {place}", "", "make it: the same command without --check")
         found = _changes(place, old)
         new = _manifest(_files(old.testing)).files
-    copied = Installed(name, name, old.version)
-    kind: Literal["older", "newer"] = "newer" if copied.newer_than(__version__) else "older"
     named = {change.file for change in found}
-    stale = {file for file in old.files.keys() | new.keys() if old.files.get(file) != new.get(file)}
-    found += [Change(file, kind) for file in stale - named]
+    stale = {file for file in old.files.keys() | new.keys() if old.files.get(file) != new.get(file)} - named
+    if stale:
+        newer = Installed(name, name, old.version).newer_than(__version__)
+        found += [Change(file, "newer" if newer else "older") for file in stale]
     return sorted(found, key=lambda change: (change.file, change.kind))
 
 
