@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nox
@@ -38,10 +44,17 @@ MATRIX = [
     for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify", "diagnosing", "failure_modes")
 ]
 
+# What proves a copy under another name: the engine, and all that finds its way by names of modules and classes.
+COPY = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve", "errors", "testing")]
+# What proves a wheel: beside the engine what looks at files and makes copies of them.
+WHEEL = [f"tests/test_{name}.py" for name in ("context", "equality", "errors", "package", "vendoring")]
+# What stays out of the sdist: it is about this repository.
+UNPACKED = (".ci/", "bench/", "results/", "tools/")
+
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "tests", "accelerate"]
+nox.options.sessions = ["lint", "types", "tests", "accelerate", "vendored", "wheel", "downstream"]
 
 PROJECT = nox.project.load_toml(str(ROOT / "pyproject.toml"))
 
@@ -116,6 +129,101 @@ def clients(session: nox.Session, version: str, transformers: str) -> None:
     install(session, requirement, "trl", *group("test"), accelerate=version)
     name = f"clients-{version}-transformers-{transformers}"
     pytest(session, "-m", "clients", "tests/clients", record=name)
+
+
+@contextmanager
+def elsewhere(session: nox.Session) -> Iterator[Path]:
+    """A folder outside the checkout, from which nothing of the checkout can be imported."""
+    session.env["PYTHONPATH"] = ""
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+        yield Path(folder).resolve()
+
+
+def copy_tests(to: Path, package: str = "cpcompat") -> None:
+    """Copy the tests and the pages they read; they import the package by another name, where it has one."""
+    for name in ("tests", "docs", "examples"):
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "downstream"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, to)
+    for path in (to / "tests").rglob("*.py"):
+        text = re.sub(r"\bfrom cpcompat(?=(\.\w+)* import )", f"from {package}", path.read_text())
+        text = re.sub(r"^( *)import cpcompat$", rf"\1import {package} as cpcompat", text, flags=re.M)
+        path.write_text(text)
+
+
+@nox.session
+def vendored(session: nox.Session) -> None:
+    """The library's own tests against a copy under another name, where cpcompat is not installed.
+
+    Those of the engine, the resolver and the test kit; ``nox -s vendored -- tests/test_batch.py`` runs others, too.
+    """
+    session.install(f"torch=={TORCH}", f"accelerate=={NEWEST}", *group("test"))
+    prove(session, torch=TORCH, accelerate=NEWEST)
+    with elsewhere(session) as folder:
+        vendor(session, folder / "product" / "_vendor", "--with-testing")
+        copy_tests(folder, "product._vendor.cp_shim")
+        code = "import importlib.util as u; assert u.find_spec('cpcompat') is None; import product._vendor.cp_shim"
+        session.run("python", "-c", code)
+        pytest(session, *COPY)
+
+
+def vendor(session: nox.Session, dest: Path, *options: str) -> None:
+    """Make a copy called cp_shim from the checkout, and check it as a project's CI does."""
+    env = {"PYTHONPATH": str(ROOT)}
+    for more in (options, ["--check"]):
+        session.run("python", "-m", "cpcompat", "vendor", str(dest), "--name", "cp_shim", *more, env=env)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build sdist and wheel, compare them with what git tracks, install the wheel elsewhere and run tests there.
+
+    Those of the engine, the files and the copies; ``nox -s wheel -- tests/test_batch.py`` runs others, too.
+    """
+    session.install("build")
+    with elsewhere(session) as folder:
+        session.run("python", "-m", "build", "--outdir", "dist", str(ROOT), silent=True)
+        (sdist,), (built,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+        tracked = set(
+            subprocess.run(
+                ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+            ).stdout.splitlines()
+        )
+        with tarfile.open(sdist) as archive:
+            held = {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}
+        compare(session, sdist.name, held, {name for name in tracked if not name.startswith(UNPACKED)})
+        info = built.name.rpartition("-py3")[0] + ".dist-info"
+        metadata = {
+            f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+        }
+        with zipfile.ZipFile(built) as archive:
+            held = set(archive.namelist())
+        compare(session, built.name, held, {name for name in tracked if name.startswith("cpcompat/")} | metadata)
+
+        session.install(str(built), f"torch=={TORCH}", f"accelerate=={NEWEST}", *group("test"))
+        prove(session, torch=TORCH, accelerate=NEWEST)
+        copy_tests(folder)
+        session.run("python", "-c", "import cpcompat; assert 'site-packages' in cpcompat.__file__, cpcompat.__file__")
+        pytest(session, *WHEEL)
+
+
+def compare(session: nox.Session, archive: str, held: set[str], wanted: set[str]) -> None:
+    """Fail where an archive lacks something or has too much."""
+    if held != wanted:
+        session.error(f"{archive} lacks {sorted(wanted - held)}, and has too much {sorted(held - wanted)}")
+    session.log(f"{archive}: {len(held)} files, as git tracks them")
+
+
+@nox.session
+def downstream(session: nox.Session) -> None:
+    """A library that carries a copy, installed in a clean environment without cpcompat, runs its own tests."""
+    with elsewhere(session) as folder:
+        project = folder / "longtail"
+        shutil.copytree(ROOT / "tests" / "downstream", project, ignore=shutil.ignore_patterns("__pycache__"))
+        vendor(session, project / "src" / "longtail" / "_vendor", "--with-testing")
+        session.install(str(project), f"torch=={TORCH}", f"accelerate=={NEWEST}", "pytest")
+        prove(session, torch=TORCH, accelerate=NEWEST)
+        session.run("python", "-m", "pytest", "longtail", *session.posargs)
 
 
 @nox.session
