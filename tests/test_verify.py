@@ -182,8 +182,8 @@ WRONG = {
     ),
     "the tail is another chunk": (
         "buffers.py",
-        "tail = tensor.narrow(dim, (2 * size - 1 - rank) * length, length)",
-        "tail = tensor.narrow(dim, (size + rank) * length, length)",
+        "stride.insert(dim, step * (2 * size - 1 - 2 * rank))",
+        "stride.insert(dim, step * size)",
         {"buffers"},
     ),
     "positions are another chunk's": (
