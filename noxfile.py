@@ -44,8 +44,10 @@ MATRIX = [
     for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify", "diagnosing", "failure_modes")
 ]
 
-# What proves a copy under another name: the engine, and all that finds its way by names of modules and classes.
-COPY = [f"tests/test_{name}.py" for name in ("context", "ring", "equality", "hooks", "resolve", "errors", "testing")]
+# What a copy under another name has no part in: the command line, which is not copied, and tests of files of the checkout.
+NOT_OF_A_COPY = ("main", "verify", "package", "readme", "codes", "vendoring", "pytest_plugin")
+COMMAND_LINE = "script or launcher or doctor or module_is_run or what_is_installed_is_read or patched_when_the_script"
+COPY = ["tests", *(f"--ignore=tests/test_{name}.py" for name in NOT_OF_A_COPY), "-k", f"not ({COMMAND_LINE})"]
 # What proves a wheel: beside the engine what looks at files and makes copies of them.
 WHEEL = [f"tests/test_{name}.py" for name in ("context", "equality", "errors", "package", "vendoring")]
 # What stays out of the sdist: it is about this repository.
@@ -155,7 +157,7 @@ def copy_tests(to: Path, package: str = "cpcompat") -> None:
 def vendored(session: nox.Session) -> None:
     """The library's own tests against a copy under another name, where cpcompat is not installed.
 
-    Those of the engine, the resolver and the test kit; ``nox -s vendored -- tests/test_batch.py`` runs others, too.
+    All but those of the command line, which is not copied, and of the checkout's own files.
     """
     session.install(f"torch=={TORCH}", f"accelerate=={NEWEST}", *group("test"))
     prove(session, torch=TORCH, accelerate=NEWEST)
@@ -223,7 +225,7 @@ def downstream(session: nox.Session) -> None:
         vendor(session, project / "src" / "longtail" / "_vendor", "--with-testing")
         session.install(str(project), f"torch=={TORCH}", f"accelerate=={NEWEST}", "pytest")
         prove(session, torch=TORCH, accelerate=NEWEST)
-        session.run("python", "-m", "pytest", "longtail", *session.posargs)
+        pytest(session, "longtail")
 
 
 @nox.session
