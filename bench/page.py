@@ -266,7 +266,6 @@ def figures(found: dict[str, Any], docs: Path) -> None:
             color=TORCH,
             markersize=38,
             markeredgewidth=1.6,
-            label="ideal",
         )
         axes.set_xticks(places, [f"CP {n}" if n > 1 else "no CP" for n in sizes])
         axes.set_ylabel(label)
