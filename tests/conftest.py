@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -31,6 +32,12 @@ def ranks4() -> Iterator[Ranks]:
     """Four ranks, reused by every test."""
     with Ranks(4, timeout=180) as ranks:
         yield ranks
+
+
+def pytest_configure() -> None:
+    """A shell that starts a job in the background makes it ignore Ctrl-C, and so its children, which tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
