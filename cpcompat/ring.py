@@ -24,6 +24,8 @@ __all__ = ["Ring", "attention", "unshard"]
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_Transfer = tuple[Any, Any, Tensor, Tensor]
+
 _KV, _GRAD = 0, 1  # message tags
 _GROUP = 1 << 20  # bytes of keys and values that travel at once
 
@@ -76,21 +78,21 @@ def _rotate(ring: Ring, kv: Tensor, causal: bool) -> Iterator[tuple[int, Tensor]
             yield source, _needed(gathered[source], source, ring.rank, causal)
         return
     current, source = kv, ring.rank
+    sends = []
     for step in range(1, ring.size + 1):
         if step < ring.size:
             reader, following = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
             incoming = torch.empty_like(
                 _needed(kv, following, ring.rank, causal), memory_format=torch.contiguous_format
             )
-            works = (
-                ring.send(_needed(kv, ring.rank, reader, causal).contiguous(), reader, _KV),
-                ring.receive(incoming, following, _KV),
-            )
+            sends.append(ring.send(_needed(kv, ring.rank, reader, causal).contiguous(), reader, _KV))
+            receive = ring.receive(incoming, following, _KV)
         yield source, current
         if step < ring.size:
-            for work in works:
-                work.wait()
+            receive.wait()
             current, source = incoming, following
+    for send in sends:
+        send.wait()
 
 
 def _repeat(kv: Tensor, heads: int) -> Tensor:
@@ -153,11 +155,11 @@ def _backward(
     grad_query: Tensor,
     causal: bool,
     scale: float,
-) -> Tensor:
-    """Fill grad_query for some of the heads, and return the gradient of their keys and values."""
+) -> tuple[Tensor, list[_Transfer]]:
+    """Fill grad_query for some of the heads; return what `_finish` makes the gradient of their keys and values of."""
     heads, length = query.shape[1], query.shape[2]
     kv = torch.stack((key, value))
-    pending: list[tuple[Any, Any, Tensor, Tensor]] = []
+    pending: list[_Transfer] = []
     for source, part in _rotate(ring, kv, causal):
         rows = _queries(ring, source, causal, length)
         keys, values = _repeat(part, heads)
@@ -186,6 +188,11 @@ def _backward(
         arriving = torch.empty_like(_needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format)
         sent = grad_part.contiguous()
         pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
+    return grad_kv, pending
+
+
+def _finish(grad_kv: Tensor, pending: list[_Transfer]) -> Tensor:
+    """Add what the readers of the keys and values have found to be their gradient."""
     for send, receive, _, arriving in pending:
         send.wait()
         receive.wait()
@@ -214,8 +221,15 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad_query = torch.empty_like(query, dtype=lse.dtype)
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        # A group's gradients arrive while the next one is computed.
+        waiting: list[tuple[slice, Tensor, list[_Transfer]]] = []
+
+        def finish() -> None:
+            shared, grad_kv, pending = waiting.pop(0)
+            grad_key[:, shared], grad_value[:, shared] = _finish(grad_kv, pending)
+
         for own, shared in _groups(key, query.shape[1] // key.shape[1]):
-            grad_kv = _backward(
+            begun = _backward(
                 ctx.ring,
                 grad_out[:, own].contiguous(),
                 query[:, own],
@@ -227,7 +241,10 @@ class _RingAttention(torch.autograd.Function):
                 ctx.causal,
                 ctx.scale,
             )
-            grad_key[:, shared], grad_value[:, shared] = grad_kv
+            waiting.append((shared, *begun))
+            if len(waiting) > 1:
+                finish()
+        finish()
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 
