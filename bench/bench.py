@@ -1,6 +1,7 @@
 """Measure cpcompat against torch's own context and against one process, side by side, by turns, medians.
 
 python bench/bench.py             measure (about nine minutes of a quiet machine) and write the page
+python bench/bench.py train       measure some parts again (the page says so), for instance after a disturbance
 python bench/bench.py --page      write the page from the results of before
 
 Writes results/bench.json, docs/benchmark.md and its figures. Only ratios are judged.
@@ -33,7 +34,7 @@ LIMIT = 2 << 30
 """Private memory of a process in the search for the longest sequence."""
 STEP = 16
 """The search is exact to this many tokens for each rank."""
-GUESS = 4096
+GUESS = 3776
 """Where the search starts without CP; any number will do, a near one ends sooner."""
 
 
@@ -107,7 +108,7 @@ def longest() -> list[dict[str, Any]]:
     return rows
 
 
-def measure() -> dict[str, Any]:
+def measure(parts: list[str]) -> None:
     import accelerate
     import torch
     import transformers
@@ -122,30 +123,33 @@ def measure() -> dict[str, Any]:
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}",
         "limit": LIMIT,
         "seconds": {},
+        "again": parts,
     }
+    if parts:
+        before = json.loads(RESULTS.read_text())
+        found = {**before, **found, "seconds": before["seconds"], "again": sorted({*parts, *before.get("again", [])})}
     measures: dict[str, Callable[[], Any]] = {
         "start": start_up,
         "lookup": lambda: ranks(bodies.lookup, 2)[0],
         "enter": enter_and_leave,
         "enter_memory": enter_memory,
         "over_time": lambda: ranks(bodies.over_time, 2, 10_000)[0],
-        "attention": lambda: [attention(1 << 12, 9), attention(1 << 14, 3)],
-        "train": lambda: {n: median(t) for n, t in ranks(bodies.train_times, 2, 1 << 12, 9)[0].items()},
+        "attention": lambda: [attention(1 << 12, 9), attention(1 << 14, 2)],
+        "train": lambda: {n: median(t) for n, t in ranks(bodies.train_times, 2, 1 << 12, 7)[0].items()},
         "longest": longest,
     }
-    for name, measurement in measures.items():
+    for name in parts or measures:
         start = time.perf_counter()
-        found[name] = measurement()
+        found[name] = measures[name]()
         found["seconds"][name] = round(time.perf_counter() - start, 1)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{name}: {found['seconds'][name]} s", found[name], flush=True)
-    return found
 
 
 def main() -> int:
     if "--page" not in sys.argv:
         RESULTS.parent.mkdir(exist_ok=True)
-        measure()
+        measure(sys.argv[1:])
     page.write(json.loads(RESULTS.read_text()), ROOT / "docs")
     return 0
 

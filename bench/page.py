@@ -20,7 +20,8 @@ class Row(NamedTuple):
 
 
 def most(what: str, value: float, limit: float | None, unit: str = "") -> Row:
-    text = f"{value:.3f}" if not unit and value < 1 else f"{value:.1f}" if not unit else f"{value:.1f} {unit}"
+    number = str(value) if isinstance(value, int) else f"{value:.3f}" if not unit and value < 1 else f"{value:.1f}"
+    text = f"{number} {unit}".rstrip()
     bound = "" if limit is None else f"at most {limit:g}" + (f" {unit}" if unit else "")
     return Row(what, text, bound, None if limit is None else value <= limit)
 
@@ -129,6 +130,12 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
                     times["two threads"] / times["allgather"],
                     0.85,
                 ),
+                Row(
+                    "alltoall without messages, relative to one thread",
+                    f"{times['one thread'] / times['silent']:.2f}",
+                    "",
+                    None,
+                ),
                 most(
                     f"peak memory of a rank, alltoall ({memory['one'] >> 20} MiB alone)",
                     memory["alltoall"] / memory["one"],
@@ -137,14 +144,15 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
                 most("peak memory of a rank, allgather", memory["allgather"] / memory["one"], 0.6),
             ],
         )
-    one, two, four = found["longest"]
-    yield (
-        f"5. The longest sequence that trains within {found['limit'] >> 20} MiB a process, against {one['longest']} tokens",
-        [
-            least(f"CP 2: {two['longest']} tokens", two["longest"] / one["longest"], 1.9),
-            least(f"CP 4: {four['longest']} tokens", four["longest"] / one["longest"], 3.6),
-        ],
-    )
+    if "longest" in found:
+        one, two, four = found["longest"]
+        yield (
+            f"5. The longest sequence that trains within {found['limit'] >> 20} MiB a process, against {one['longest']} tokens",
+            [
+                least(f"CP 2: {two['longest']} tokens", two["longest"] / one["longest"], 1.9),
+                least(f"CP 4: {four['longest']} tokens", four["longest"] / one["longest"], 3.6),
+            ],
+        )
     yield (
         "6. A train step of a tiny Llama, S = 4 Ki, with two ranks",
         [
@@ -186,10 +194,15 @@ def write(found: dict[str, Any], docs: Path) -> None:
         "Made by `nox -s bench`, which measures everything below in one run: side by side, by turns, medians; on ranks the",
         "slowest counts. Only ratios are judged.",
         f"Run with {versions}; {found['machine']}; {sum(found['seconds'].values()) / 60:.0f} minutes.",
+        *([f"Measured again after that run: {', '.join(found['again'])}."] if found.get("again") else []),
         "",
         "![Time to enter and leave](benchmark-enter.svg)",
         "",
-        "![Memory and longest sequence](benchmark-memory.svg)",
+        *(
+            ["![Memory and longest sequence](benchmark-memory.svg)"]
+            if "longest" in found
+            else ["Number 5 is not measured yet."]
+        ),
         "",
     ]
     for title, some in rows(found):
@@ -250,6 +263,8 @@ def figures(found: dict[str, Any], docs: Path) -> None:
     axes.legend()
     save(figure, "benchmark-enter.svg")
 
+    if "longest" not in found:
+        return
     sizes = [r["size"] for r in found["longest"]]
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     places = range(len(sizes))
