@@ -128,7 +128,8 @@ only where tests passed on two real ranks or more with exactly these versions.
 
 ## accelerate
 
-With {with_what or "nothing yet"}. The tests of each row are `MATRIX` in the noxfile; among them are a tiny Llama's loss (to 1e-6) and every gradient (to 1e-5) against the same model without CP, under
+With {with_what or "nothing yet"}. The tests of each row are `MATRIX` in the noxfile; among them are a
+tiny Llama's loss (to 1e-6) and every gradient (to 1e-5) against the same model without CP, under
 DDP and FSDP2 (DDP alone up to 1.9), CP 2 and 4, both rotate methods, and two data-parallel groups of CP 2.
 
 {table(head, accelerate_rows())}
