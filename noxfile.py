@@ -147,7 +147,7 @@ def copy_tests(to: Path, package: str = "cpcompat") -> None:
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "downstream"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, to)
-    for path in (to / "tests").rglob("*.py"):
+    for path in (*(to / "tests").rglob("*.py"), *(to / "docs").glob("*.md")):
         text = re.sub(r"\bfrom cpcompat(?=(\.\w+)* import )", f"from {package}", path.read_text())
         text = re.sub(r"^( *)import cpcompat$", rf"\1import {package} as cpcompat", text, flags=re.M)
         path.write_text(text)
