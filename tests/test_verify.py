@@ -171,7 +171,7 @@ WRONG = {
     "the gradient of the queries is overwritten": (
         "ring.py",
         "grad_query[:, :, rows] += block_query",
-        "grad_query[:, :, rows] = block_query.to(accumulate)",
+        "grad_query[:, :, rows] = block_query.to(grad_query.dtype)",
         {f"attention, {METHOD}", f"attention, {METHOD}, GQA"},
     ),
     "the gradients of grouped heads are not added up": (
