@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,24 +31,33 @@ _UNKNOWN = "a library unknown to cpcompat"
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A context that was returned, and what the accelerator looked like then."""
 
     context: CPContext
     request: Request
     stamp: tuple[Any, ...]
+    models: int
+    # Two of the stamp by themselves, and where torch keeps the process group: what every call looks at.
+    own: Any
+    mesh: Any
+    groups: Any
+    world: Any
 
-    def answers(self, cp_size: int | None, mesh: DeviceMesh | None, rotate_method: str | None) -> bool:
-        """Whether a later call asks for nothing in particular, or for the same."""
-        if cp_size is None and mesh is None and rotate_method is None:
-            return True
-        return Request(cp_size, mesh, rotate_method) == self.request
+    @classmethod
+    def now(cls, acc: Any, context: CPContext, request: Request) -> _Known:
+        """What is known at this moment."""
+        import torch.distributed as dist
+
+        stamp, models = _stamp(acc), read(acc, ("_models",))
+        own, mesh = stamp[:2]
+        count = len(models) if isinstance(models, list) else 0
+        return cls(context, request, stamp, count, own, mesh, dist.group, dist.group.WORLD)
 
     def holds(self, acc: Any) -> bool:
         """Whether all stands as it stood; by identity, since it may have any notion of equality."""
-        (a, b, c, d), (e, f, g, h) = self.stamp, _stamp(acc)
-        return a is e and b is f and c is g and d is h and self.context.alive
+        return all(map(operator.is_, self.stamp, _stamp(acc))) and self.context.alive
 
 
 def get_cp_context(
@@ -77,22 +87,41 @@ def get_cp_context(
         VersionTooOld: accelerate or torch cannot do it.
         SequenceParallel: sequence parallelism was taken for CP.
     """
-    try:
-        known = _known.get(acc)
-    except TypeError:  # not hashable or not weakly referable: somebody's stand-in, never kept
-        known = None
-    if known is not None and known.answers(cp_size, mesh, rotate_method) and known.holds(acc):
-        known.context.attach_hooks()
-        return known.context
+    if cp_size is None and mesh is None and rotate_method is None:
+        try:  # nearly all calls: what may have changed is read, and nothing called
+            known = _known[acc]
+            if (
+                acc._cp_context is known.own
+                and acc.state.device_mesh is known.mesh
+                and known.groups.WORLD is known.world
+                and len(acc._models) == known.models
+            ):
+                return known.context
+        except Exception:  # not known, a stand-in that cannot be kept, an accelerator of another shape
+            pass
+    return _find(acc, Request(cp_size, mesh, rotate_method))
 
-    request = Request(cp_size, mesh, rotate_method)
-    seen = look(acc)
-    check_arguments(request, seen)
-    context = _existing(seen, request) or _made(seen, request)
+
+def _find(acc: Any, request: Request) -> CPContext:
+    """Look closely, and remember what came of it where that can be remembered."""
+    known = _remembered(acc)
+    if known is not None and request in (_NOTHING, known.request) and known.holds(acc):
+        context = known.context
+    else:
+        seen = look(acc)
+        check_arguments(request, seen)
+        context = _existing(seen, request) or _made(seen, request)
     context.attach_hooks()
     with contextlib.suppress(TypeError):
-        _known[acc] = _Known(context, request, _stamp(acc))
+        _known[acc] = _Known.now(acc, context, request)
     return context
+
+
+def _remembered(acc: Any) -> _Known | None:
+    try:
+        return _known.get(acc)
+    except TypeError:  # not hashable or not weakly referable: somebody's stand-in, never kept
+        return None
 
 
 def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
@@ -107,10 +136,9 @@ def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
     Raises:
         CPError: what `get_cp_context` would raise.
     """
-    with contextlib.suppress(TypeError):
-        known = _known.get(acc)
-        if known is not None and known.holds(acc):
-            return known.context, list(known.context.trail)
+    known = _remembered(acc)
+    if known is not None and known.holds(acc):
+        return known.context, list(known.context.trail)
     seen = look(acc)
     check_arguments(_NOTHING, seen)
     context = _existing(seen, _NOTHING)
@@ -119,16 +147,12 @@ def peek(acc: Any) -> tuple[CPContext | None, list[str]]:
     return context, seen.trail
 
 
-_STAMPED = (("_cp_context",), ("_context_parallel",), ("state", "device_mesh"), ("state", "parallelism_config"))
+_STAMPED = (("_cp_context",), ("state", "device_mesh"), ("_context_parallel",), ("state", "parallelism_config"))
 
 
 def _stamp(acc: Any) -> tuple[Any, ...]:
     """What must stay the same for a returned context to stay right."""
-    try:
-        state = acc.state
-        return acc._cp_context, getattr(acc, "_context_parallel", ABSENT), state.device_mesh, state.parallelism_config
-    except Exception:  # one is not there, as in older releases, or its getter fails
-        return tuple(read(acc, path) for path in _STAMPED)
+    return tuple(read(acc, path) for path in _STAMPED)
 
 
 def _existing(seen: Seen, request: Request) -> CPContext | None:
