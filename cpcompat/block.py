@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,9 @@ Fingerprint = Literal["first", "always", "never"]
 
 FINGERPRINT_VARIABLE = "CPCOMPAT_FINGERPRINT"
 
+_CALLS = 1 << 13  # numbers kept for the attention calls of one block
+_open: dict[str, Block] = {}  # the one block of this process that is open or being entered, by the word "block"
+
 
 class Block(AbstractContextManager[Any]):
     """One use of a context: validate, shard, attend, restore."""
@@ -46,40 +50,47 @@ class Block(AbstractContextManager[Any]):
         self._cp = cp
         self._arguments = (buffers, dims, no_restore)
         self._fingerprint = fingerprint
+        self._original: Any = None
         self._undo: list[_buffers.Sharded] = []
         self._local_length: int | None = None
         self._calls = 0
-        self._open = False
+        self._number = 0
+        self._thread = 0
         self._torch: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Any:
         cp = self._cp
         ring = cp._live_ring()
-        if self._open or cp._block is not None or is_active():
-            raise NestedContext(
-                "a context-parallel block is active in this process already",
-                f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
-                "leave the first block before entering another; one block takes buffers of one length",
-            )
-        plan = self._agree(ring)
-        self._original = F.scaled_dot_product_attention
+        # Counted on every rank, whether it comes in or not: messages of one block never meet those of another.
+        cp._entries += 1
+        self._thread = threading.get_ident()
         try:
+            # setdefault is one step also between threads; what is_active() sees may be another copy's block, or torch's.
+            if is_active() or _open.setdefault("block", self) is not self:
+                raise NestedContext(
+                    "a context-parallel block is active in this process already",
+                    f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
+                    "leave the first block before entering another, in whatever thread; one block takes buffers of one length",
+                )
+            plan = self._agree(ring)
+            self._number = cp._entries * _CALLS
+            self._original = F.scaled_dot_product_attention
             if cp._device_type != "cpu" and cp.mesh is not None:
                 manager = torch_cp.attention(cp.mesh, cp.rotate_method)
                 manager.__enter__()
                 self._torch, self._torch_attention = manager, F.scaled_dot_product_attention
-            self._undo = _buffers.shard(plan, ring.rank, ring.size)
+            _buffers.shard(plan, ring.rank, ring.size, self._undo)
             F.scaled_dot_product_attention = self._attention
-        except BaseException:
-            self._close(failed=True)
+            cp._block, cp._lengths = self, None
+        except BaseException as error:
+            self._leave(failed=True)
+            explain(error, None, cp.size)
             raise
-        self._open = True
-        cp._block, cp._lengths = self, None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(failed=kind is not None)
+        self._leave(failed=kind is not None)
         cp = self._cp
         if error is not None:
             explain(error, self._local_length, cp.size)
@@ -97,19 +108,30 @@ class Block(AbstractContextManager[Any]):
                     stacklevel=2,
                 )
 
-    def _close(self, failed: bool) -> None:
+    def _leave(self, failed: bool) -> None:
+        try:
+            self._put_back(failed)
+        except BaseException:  # Ctrl-C in the middle of it: once more, each step of it can be repeated
+            self._put_back(failed)
+            raise
+
+    def _put_back(self, failed: bool) -> None:
+        if _open.get("block") is not self:  # it did not come in
+            return
         try:
             if self._torch is not None:
                 # torch puts SDPA back only where its own wrapper stands.
                 F.scaled_dot_product_attention = self._torch_attention
                 self._torch.__exit__(None, None, None)
+                self._torch = None
         finally:
-            F.scaled_dot_product_attention = self._original
+            if self._original is not None:
+                F.scaled_dot_product_attention = self._original
             _buffers.restore(self._undo, everything=failed)
-            self._undo = []
             self._arguments = (None, None, None)
-            self._open = False
+            self._undo = []
             self._cp._block = None
+            _open.pop("block", None)
 
     def _validate(self) -> list[_buffers.Buffer]:
         cp = self._cp
@@ -184,6 +206,12 @@ class Block(AbstractContextManager[Any]):
         found = self._problem(call)
         if found is not None:
             raise AttentionUnsupported(found[0], str(call), found[1])
+        if threading.get_ident() != self._thread and not _of_autograd():
+            raise AttentionUnsupported(
+                "attention was called in another thread than the one that opened the context-parallel block",
+                f"{threading.current_thread().name}; {call}",
+                "attend in that thread only while no block is open, or run the model in the thread of the block",
+            )
         self._calls += 1
         if not torch.is_grad_enabled():
             guard_recomputation(is_active)
@@ -196,7 +224,8 @@ class Block(AbstractContextManager[Any]):
     def _ring_attention(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
     ) -> Tensor:
-        return _ring.attention(self._cp._own_ring(), query, key, value, causal=is_causal, scale=scale)
+        number = self._number + self._calls
+        return _ring.attention(self._cp._own_ring(), query, key, value, causal=is_causal, scale=scale, number=number)
 
     _attention.__cpcompat__ = "attention"  # type: ignore[attr-defined]
 
@@ -220,7 +249,7 @@ class BatchBlock(Block):
         try:
             return whole.local(self._shards, cp.rank, cp.size)
         except BaseException:
-            self._close(failed=True)
+            self._leave(failed=True)
             raise
 
     def labelled(self) -> Tensor | None:
@@ -249,3 +278,19 @@ def is_active() -> bool:
     """Whether a CP block, of this or another copy of cpcompat or of torch itself, is open in this process."""
     current = F.scaled_dot_product_attention
     return getattr(current, "__cpcompat__", "") == "attention" or torch_cp.is_patched(current)
+
+
+def _of_autograd() -> bool:
+    """Whether this is one of autograd's own threads, which compute checkpointed layers again on accelerators."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _alone() -> None:
+    """In a forked child, a data loader's worker for instance: it is no rank of any group, so its attention is its own."""
+    block = _open.pop("block", None)
+    if block is not None and block._original is not None:
+        F.scaled_dot_product_attention = block._original
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone)

@@ -268,33 +268,27 @@ def _cut(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return torch.as_strided_copy(whole, shape, stride, whole.storage_offset() + rank * step).flatten(dim, dim + 1)
 
 
-def shard(buffers: Sequence[Buffer], rank: int, size: int) -> list[Sharded]:
+def shard(buffers: Sequence[Buffer], rank: int, size: int, done: list[Sharded]) -> None:
     """Shard all buffers in place, or none.
 
     Args:
         buffers: validated buffers.
         rank: cp rank.
         size: cp size.
-
-    Returns:
-        What `restore` needs.
+        done: filled with what `restore` needs, before the first tensor is touched.
     """
-    done = [Sharded(buffer, buffer.tensor.data) for buffer in buffers]
-    shards = [_cut(whole, buffer.dim, rank, size) for buffer, whole in done]
-    try:
-        for buffer, part in zip(buffers, shards, strict=True):
-            _point(buffer.tensor, part)
-    except BaseException:
-        restore(done, everything=True)
-        raise
-    return done
+    originals = [Sharded(buffer, buffer.tensor.data) for buffer in buffers]
+    shards = [_cut(whole, buffer.dim, rank, size) for buffer, whole in originals]
+    done += originals
+    for buffer, part in zip(buffers, shards, strict=True):
+        _point(buffer.tensor, part)
 
 
 def restore(done: Sequence[Sharded], *, everything: bool) -> None:
     """Point each tensor back at what it was, copying nothing.
 
     Args:
-        done: what `shard` returned.
+        done: what `shard` has filled; whatever it came to, and once more if that was interrupted.
         everything: also those that were to keep their shard (after an error, when nobody will use it).
     """
     for sharded in done:

@@ -388,6 +388,22 @@ _TABLE = (
         "Training with context parallelism here gives plausible, wrong numbers.",
         "Do not train; report the table that `python -m cpcompat verify` prints.",
     ),
+    Code(
+        "CP503",
+        "A rank that this one was waiting for is gone",
+        "In a block, `RuntimeError` with `Connection closed by peer`, `Connection reset by peer` or `Broken pipe`.",
+        "Its process ended: an exception on that rank, a crash, or the system's memory killer (exit code -9, signal 9).",
+        "Read that rank's own log, which has the cause; this rank's error is its consequence. The group cannot be used again.",
+    ),
+    Code(
+        "CP504",
+        "A rank that this one was waiting for did not come in time",
+        "In a block, `RuntimeError` with `Timed out waiting`, or `Application timeout caused pair closure`.",
+        "Each attention call needs every rank of the cp group. That rank hangs, is much slower, or left the block by an "
+        "exception that its program caught (out of memory, a bad sample), so that the ranks are at different batches.",
+        "Read that rank's log. An exception that is caught must be acted on by all ranks of the cp group; "
+        "`CPCOMPAT_FINGERPRINT=always` makes a refusal at the entry one on every rank.",
+    ),
     # --- vendoring ---
     Code(
         "CP601",

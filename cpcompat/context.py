@@ -81,6 +81,7 @@ class CPContext:
         with contextlib.suppress(TypeError):  # somebody's stand-in may not be weakly referable
             self._accelerator = weakref.ref(accelerator)
         self._models = Models()
+        self._entries = 0
         self._agreed = False
         self._attended = False
         self._counted = False

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from .codes import CODES
 from .errors import BackwardOutside, CPError
 
-__all__ = ["explain", "guard_recomputation"]
+__all__ = ["annotate", "explain", "guard_recomputation"]
 
 # torch's words, which have not changed since 2.5.
 _KNOWN = (
@@ -25,6 +25,8 @@ _KNOWN = (
     ("CP310", re.compile(r"does not have a sharding strategy registered")),
     ("CP311", re.compile(r"Load balancing requires `?is_causal=True")),
     ("CP208", re.compile(r"torch\.utils\.checkpoint: .*(saved|[Rr]ecomput)", re.S)),
+    ("CP503", re.compile(r"Connection (closed|reset) by peer|Broken pipe")),
+    ("CP504", re.compile(r"Timed out waiting \d+ *ms|Application timeout caused pair closure")),
 )
 _SIZES = re.compile(
     r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
@@ -33,11 +35,24 @@ _SIZES = re.compile(
 _REENTRANT = CheckpointFunction.forward.__code__
 
 
+def annotate(error: BaseException, note: str) -> None:
+    """Add a note to an exception, which stays the same object; on Python 3.10, which has no notes, its message grows.
+
+    Args:
+        error: the exception.
+        note: what to add.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)
+
+
 def explain(error: BaseException, local_length: int | None, size: int) -> None:
     """Add a note to an exception that torch raises in a block for a reason which is known; nothing to any other.
 
     Args:
-        error: the exception; it stays the same object. On Python 3.10, which has no notes, its message grows.
+        error: the exception.
         local_length: how many tokens each rank of the block holds, where that is known.
         size: cp size.
     """
@@ -52,11 +67,7 @@ def explain(error: BaseException, local_length: int | None, size: int) -> None:
     if code is None:
         return
     row = CODES[code]
-    note = f"[{code}] {row.title}\n  why:  {row.reason}\n  do:   {row.remedy}"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{text}\n{note}",)
+    annotate(error, f"[{code}] {row.title}\n  why:  {row.reason}\n  do:   {row.remedy}")
 
 
 def guard_recomputation(is_active: Callable[[], bool]) -> None:

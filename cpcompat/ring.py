@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .buffers import head_tail, in_global_order
+from .explaining import annotate
 
 __all__ = ["Ring", "attention", "unshard"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_Transfer = tuple[Any, Any, Tensor, Tensor]
-
-_KV, _GRAD = 0, 1  # message tags
+# Kinds of messages. With the call's number they make the tag, so that no message of a call which one rank gave up (out of
+# memory, say, and caught) can be taken for one of the next: that ends in the group's timeout, and not in wrong numbers.
+_FORWARD, _BACKWARD, _GRADIENT, _KINDS = 0, 1, 2, 3
+_NUMBERS = 1 << 29  # tags are 31 bits in gloo
 _GROUP = 1 << 20  # bytes of keys and values that travel at once
 
 
@@ -38,8 +40,8 @@ class Ring:
         group: the cp group.
         peers: the global rank of each cp rank.
         rank: this process's cp rank.
-        rotate_method: ``"allgather"`` gathers all keys and values at once, ``"alltoall"`` passes them one peer at a time
-            while the one before is computed.
+        rotate_method: ``"allgather"`` sends all keys and values at once, ``"alltoall"`` one peer's at a time while the one
+            before is computed.
     """
 
     group: dist.ProcessGroup
@@ -60,39 +62,54 @@ class Ring:
         """Start receiving into a contiguous tensor from a cp rank."""
         return dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
 
+    def wait(self, transfer: Any, peer: int) -> None:
+        """Wait for a transfer to or from a cp rank; an error tells which it was."""
+        try:
+            transfer.wait()
+        except Exception as error:
+            annotate(error, f"cp rank {self.rank} was waiting for cp rank {peer} (global rank {self.peers[peer]})")
+            raise
+
+
+class _Transfer(NamedTuple):
+    """Messages on their way: one from `source` into `incoming`, one (kept until it has gone) to `reader`."""
+
+    source: int
+    incoming: Tensor
+    received: Any
+    reader: int
+    outgoing: Tensor
+    sent: Any
+
 
 def _needed(kv: Tensor, source: int, reader: int, causal: bool) -> Tensor:
     """The part of a rank's keys (or of their gradient) that a reader's queries see; kv is (2, B, H, L, D)."""
     return kv[..., : kv.shape[-2] // 2, :] if causal and source < reader else kv
 
 
-def _rotate(ring: Ring, kv: Tensor, causal: bool) -> Iterator[tuple[int, Tensor]]:
+def _rotate(ring: Ring, kv: Tensor, causal: bool, tag: int) -> Iterator[tuple[int, Tensor]]:
     """Yield (source rank, its needed keys and values), this rank's own first; transfers overlap the caller's work."""
+
+    def exchange(step: int) -> _Transfer:
+        reader, source = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
+        incoming = torch.empty_like(_needed(kv, source, ring.rank, causal), memory_format=torch.contiguous_format)
+        outgoing = _needed(kv, ring.rank, reader, causal).contiguous()
+        sent = ring.send(outgoing, reader, tag)
+        return _Transfer(source, incoming, ring.receive(incoming, source, tag), reader, outgoing, sent)
+
+    exchanges: Iterator[_Transfer] = map(exchange, range(1, ring.size))
     if ring.rotate_method == "allgather":
-        gathered = [torch.empty_like(kv) for _ in range(ring.size)]
-        work = dist.all_gather(gathered, kv, group=ring.group, async_op=True)
-        yield ring.rank, kv
-        work.wait()
-        for step in range(1, ring.size):
-            source = (ring.rank - step) % ring.size
-            yield source, _needed(gathered[source], source, ring.rank, causal)
-        return
-    current, source = kv, ring.rank
-    sends = []
-    for step in range(1, ring.size + 1):
-        if step < ring.size:
-            reader, following = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
-            incoming = torch.empty_like(
-                _needed(kv, following, ring.rank, causal), memory_format=torch.contiguous_format
-            )
-            sends.append(ring.send(_needed(kv, ring.rank, reader, causal).contiguous(), reader, _KV))
-            receive = ring.receive(incoming, following, _KV)
-        yield source, current
-        if step < ring.size:
-            receive.wait()
-            current, source = incoming, following
-    for send in sends:
-        send.wait()
+        exchanges = iter(list(exchanges))
+    done: list[_Transfer] = []
+    coming = next(exchanges, None)
+    yield ring.rank, kv
+    while coming is not None:
+        ring.wait(coming.received, coming.source)
+        done.append(coming)
+        coming = next(exchanges, None)
+        yield done[-1].source, done[-1].incoming
+    for transfer in done:
+        ring.wait(transfer.sent, transfer.reader)
 
 
 def _repeat(kv: Tensor, heads: int) -> Tensor:
@@ -124,11 +141,19 @@ def _groups(key: Tensor, repeats: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _forward(
-    ring: Ring, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ring: Ring,
+    tag: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> None:
     """Fill out and lse for some of the heads."""
     heads, length = query.shape[1], query.shape[2]
-    for source, part in _rotate(ring, torch.stack((key, value)), causal):
+    for source, part in _rotate(ring, torch.stack((key, value)), causal, tag + _FORWARD):
         rows = _queries(ring, source, causal, length)
         keys, values = _repeat(part, heads)
         block, block_lse = _flash(
@@ -146,6 +171,7 @@ def _forward(
 
 def _backward(
     ring: Ring,
+    tag: int,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -160,7 +186,7 @@ def _backward(
     heads, length = query.shape[1], query.shape[2]
     kv = torch.stack((key, value))
     pending: list[_Transfer] = []
-    for source, part in _rotate(ring, kv, causal):
+    for source, part in _rotate(ring, kv, causal, tag + _BACKWARD):
         rows = _queries(ring, source, causal, length)
         keys, values = _repeat(part, heads)
         block_query, block_key, block_value = _flash_backward(
@@ -186,33 +212,38 @@ def _backward(
         # Straight to the owner of these keys; the owner's reader at the same distance sends ours.
         reader = (2 * ring.rank - source) % ring.size
         arriving = torch.empty_like(_needed(kv, ring.rank, reader, causal), memory_format=torch.contiguous_format)
-        sent = grad_part.contiguous()
-        pending.append((ring.send(sent, source, _GRAD), ring.receive(arriving, reader, _GRAD), sent, arriving))
+        outgoing = grad_part.contiguous()
+        sent = ring.send(outgoing, source, tag + _GRADIENT)
+        received = ring.receive(arriving, reader, tag + _GRADIENT)
+        pending.append(_Transfer(reader, arriving, received, source, outgoing, sent))
     return grad_kv, pending
 
 
-def _finish(grad_kv: Tensor, pending: list[_Transfer]) -> Tensor:
+def _finish(ring: Ring, grad_kv: Tensor, pending: list[_Transfer]) -> Tensor:
     """Add what the readers of the keys and values have found to be their gradient."""
-    for send, receive, _, arriving in pending:
-        send.wait()
-        receive.wait()
-        grad_kv[..., : arriving.shape[-2], :] += arriving
+    for transfer in pending:
+        ring.wait(transfer.sent, transfer.reader)
+        ring.wait(transfer.received, transfer.source)
+        grad_kv[..., : transfer.incoming.shape[-2], :] += transfer.incoming
     return grad_kv
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, tag: int, causal: bool, scale: float
+    ) -> Tensor:
         accumulate = torch.promote_types(query.dtype, torch.float32)
         # (B, L, H, D) in memory, as the kernel has it: what follows attention joins the heads without a copy.
         out = torch.empty_like(query.transpose(1, 2), dtype=accumulate, memory_format=torch.contiguous_format)
         out = out.transpose(1, 2)
         lse = torch.empty(query.shape[:3], dtype=accumulate, device=query.device)
         for own, shared in _groups(key, query.shape[1] // key.shape[1]):
-            _forward(ring, query[:, own], key[:, shared], value[:, shared], out[:, own], lse[:, own], causal, scale)
+            heads = query[:, own], key[:, shared], value[:, shared], out[:, own], lse[:, own]
+            _forward(ring, tag, *heads, causal, scale)
         result: Tensor = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
-        ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
+        ctx.ring, ctx.tag, ctx.causal, ctx.scale = ring, tag, causal, scale
         return result
 
     @staticmethod
@@ -226,11 +257,12 @@ class _RingAttention(torch.autograd.Function):
 
         def finish() -> None:
             shared, grad_kv, pending = waiting.pop(0)
-            grad_key[:, shared], grad_value[:, shared] = _finish(grad_kv, pending)
+            grad_key[:, shared], grad_value[:, shared] = _finish(ctx.ring, grad_kv, pending)
 
         for own, shared in _groups(key, query.shape[1] // key.shape[1]):
             begun = _backward(
                 ctx.ring,
+                ctx.tag,
                 grad_out[:, own].contiguous(),
                 query[:, own],
                 key[:, shared],
@@ -245,10 +277,12 @@ class _RingAttention(torch.autograd.Function):
             if len(waiting) > 1:
                 finish()
         finish()
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
 
 
-def attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+def attention(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, number: int = 0
+) -> Tensor:
     """Attention over the whole sequence, of which each rank of the ring holds a head-tail shard.
 
     Args:
@@ -258,6 +292,7 @@ def attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: 
         value: (B, Hkv, L, Dv).
         causal: whether a query sees only keys at or before its own global position.
         scale: factor of the scores; None for 1 / sqrt(D).
+        number: of the call, the same on all ranks and another one for the next.
 
     Returns:
         (B, H, L, Dv), this rank's shard of the result; differentiable in all three inputs.
@@ -268,7 +303,8 @@ def attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, causal: 
     if width != value_width:  # the kernel wants one width; zeros change neither scores nor the columns that are kept
         both = max(width, value_width)
         query, key, value = (torch.nn.functional.pad(t, (0, both - t.shape[-1])) for t in (query, key, value))
-    out: Tensor = _RingAttention.apply(query, key, value, ring, causal, scale)  # type: ignore[no-untyped-call]
+    tag = number % _NUMBERS * _KINDS
+    out: Tensor = _RingAttention.apply(query, key, value, ring, tag, causal, scale)  # type: ignore[no-untyped-call]
     return out[..., :value_width]
 
 
