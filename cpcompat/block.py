@@ -83,15 +83,19 @@ class Block(AbstractContextManager[Any]):
             F.scaled_dot_product_attention = self._attention
             cp._block, cp._lengths = self, None
         except BaseException as error:
-            self._leave(failed=True)
+            self._put_back(failed=True)
             explain(error, None, cp.size)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(failed=kind is not None)
         cp = self._cp
+        try:
+            self._put_back(failed=kind is not None)
+        except BaseException:  # Ctrl-C in the middle of it: once more, each of its steps can be repeated
+            self._put_back(failed=True)
+            raise
         if error is not None:
             explain(error, self._local_length, cp.size)
         if kind is None and not cp._attended:
@@ -107,13 +111,6 @@ class Block(AbstractContextManager[Any]):
                     ),
                     stacklevel=2,
                 )
-
-    def _leave(self, failed: bool) -> None:
-        try:
-            self._put_back(failed)
-        except BaseException:  # Ctrl-C in the middle of it: once more, each step of it can be repeated
-            self._put_back(failed)
-            raise
 
     def _put_back(self, failed: bool) -> None:
         if _open.get("block") is not self:  # it did not come in
@@ -225,7 +222,7 @@ class Block(AbstractContextManager[Any]):
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
     ) -> Tensor:
         number = self._number + self._calls
-        return _ring.attention(self._cp._own_ring(), query, key, value, causal=is_causal, scale=scale, number=number)
+        return _ring.attention(self._cp._live_ring(), query, key, value, causal=is_causal, scale=scale, number=number)
 
     _attention.__cpcompat__ = "attention"  # type: ignore[attr-defined]
 
@@ -249,7 +246,7 @@ class BatchBlock(Block):
         try:
             return whole.local(self._shards, cp.rank, cp.size)
         except BaseException:
-            self._leave(failed=True)
+            self._put_back(failed=True)
             raise
 
     def labelled(self) -> Tensor | None:
