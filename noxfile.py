@@ -28,7 +28,8 @@ ACCELERATES = [version for row in RELEASES for version in row.tried]
 NEWEST = ACCELERATES[-1]
 # What depends on torch.
 ENGINE = [
-    f"tests/test_{name}.py" for name in ("context", "ring", "equality", "failure_modes", "hooks", "resolve", "upstream")
+    f"tests/test_{name}.py"
+    for name in ("context", "ring", "equality", "failure_modes", "faults", "hooks", "resolve", "upstream")
 ]
 # The Trainer's users: transformers before and after it learned to evaluate under CP.
 CLIENTS = [

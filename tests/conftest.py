@@ -51,7 +51,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not target or reporter is None:
         return
     versions = {name: str(found.version) for name in PACKAGES if (found := installed(name))}
-    passed = {report.nodeid for report in reporter.stats.get("passed", ())}
+    reports = reporter.stats.get("passed", ())
+    passed = {report.nodeid for report in reports}
     on_ranks = {"ranks2": 2, "ranks4": 4}
     record = {
         "versions": {"python": platform.python_version(), **versions},
@@ -64,6 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             str(n): sum(item.nodeid in passed and _uses(item, fixture) for item in session.items)
             for fixture, n in on_ranks.items()
         },
+        "measured": {report.nodeid: dict(report.user_properties) for report in reports if report.user_properties},
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
     path = Path(target)

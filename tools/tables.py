@@ -1,4 +1,4 @@
-"""Make docs/compatibility.md and the README's table of the result files: what was run, and nothing else.
+"""Make docs/compatibility.md, the README's table and the guarantees' numbers of the result files: what was run, no more.
 
 python tools/tables.py            write them
 python tools/tables.py --check    exit 1 where they are not those of the results
@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))
 from cpcompat.layouts import RELEASES, TORCH_RELEASES, TORCHES  # noqa: E402
 
 RESULTS, PAGE, README = ROOT / "results", ROOT / "docs" / "compatibility.md", ROOT / "README.md"
+GUARANTEES = ROOT / "docs" / "guarantees.md"
 BEGIN, END = "<!-- compatibility: made by `nox -s tables` of the files in results/ -->\n", "<!-- /compatibility -->"
+NUMBERS, NUMBERS_END = "<!-- numbers: made by `nox -s tables` of results/nightly.json -->\n", "<!-- /numbers -->"
 FAULTS = [
     "torch",
     "after an exception",
@@ -109,6 +111,33 @@ def reasons() -> str:
     return table(["reason for a skip", "tests"], [[reason, str(count)] for reason, count in sorted(found.items())])
 
 
+def measured() -> str:
+    """What the nightly tests counted."""
+    path = RESULTS / "nightly.json"
+    if not path.exists():
+        return "The nightly session was not run.\n"
+    found = json.loads(path.read_text())
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items()))
+    rows = [
+        [f"`{test.removeprefix('tests/')}`", ", ".join(f"{what} {count}" for what, count in counts.items())]
+        for test, counts in sorted(found["measured"].items())
+    ]
+    return f"""## How often it was tried
+
+The last recorded `nox -s nightly` ({outcome(found)}; {versions}), on each rank:
+
+{table(["measured by", "counts"], rows)}"""
+
+
+def spans() -> str:
+    """Since when and until when what is told holds."""
+    lines = []
+    for row in RELEASES:
+        first, last = row.tried[0], row.tried[-1]
+        lines.append(f"* {first}{f' to {last}' if last != first else ''}: {row.lost} ({row.source})")
+    return "\n".join(lines)
+
+
 def excerpt() -> str:
     head = ["accelerate", "makes its context by itself", "what cpcompat does", "tests"]
     return table(head, [[version, own, does, outcome] for version, own, _, does, outcome, _ in accelerate_rows()])
@@ -118,9 +147,9 @@ def page() -> str:
     whole = next(iter(sorted(RESULTS.glob("accelerate-*-whole.json"))), None)
     newest = result(f"accelerate-{RELEASES[-1].tried[-1]}")
     versions = newest["versions"] if newest else {}
+    with_python = versions.get("python", "none yet")
     with_what = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if name != "accelerate")
     head = ["accelerate", "makes its context by itself", "what a user loses", "what cpcompat does", "tests", "ranks"]
-    sources = "\n".join(f"* {row.since}: {row.source}" for row in RELEASES)
     return f"""# Compatibility
 
 Made by `nox -s tables` of the files in `results/`, each written by the test run that it tells of. A release counts as run
@@ -133,9 +162,9 @@ tiny Llama's loss (to 1e-6) and every gradient (to 1e-5) against the same model 
 DDP and FSDP2 (DDP alone up to 1.9), CP 2 and 4, both rotate methods, and two data-parallel groups of CP 2.
 
 {table(head, accelerate_rows())}
-Where it is told:
+Since when, until when, and where it is told:
 
-{sources}
+{spans()}
 
 The whole suite, on the newest: {outcome(json.loads(whole.read_text())) if whole else "not run"}.
 
@@ -151,6 +180,11 @@ What torch's own `context_parallel` does, each seen by `tests/test_upstream.py` 
 refuses a length that does not fit, takes an empty list, and cuts expanded rows and views rightly on all of them.
 
 {table(FAULTS, fault_rows())}
+## Python
+
+The newest accelerate and torch that each has; those above ran on {with_python}.
+
+{table(["python", "torch", "accelerate", "tests", "ranks"], other_rows("python", ["python", "torch", "accelerate"]))}
 ## Skips
 
 {reasons()}"""
@@ -160,6 +194,9 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     wanted = {README: text[:begin] + "\n" + excerpt() + "\n" + text[end:], PAGE: page()}
+    text = GUARANTEES.read_text(encoding="utf-8")
+    begin, end = text.index(NUMBERS) + len(NUMBERS), text.index(NUMBERS_END)
+    wanted[GUARANTEES] = text[:begin] + "\n" + measured() + "\n" + text[end:]
     stale = [path for path, content in wanted.items() if not path.exists() or path.read_text("utf-8") != content]
     if "--check" in sys.argv:
         for path in stale:

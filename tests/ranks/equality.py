@@ -36,7 +36,7 @@ def reference(model: nn.Module, data: dict[str, Tensor]) -> tuple[float, dict[st
     total = int((data["labels"] != IGNORE).sum())
     loss = loss_of(model, data, total)
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def plain_name(name: str) -> str:
