@@ -6,15 +6,16 @@ views of one tensor, expanded rows and a view's base all stay what they were (ev
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .errors import BufferInvalid, LengthInvalid
+from .errors import BufferInvalid, LengthInvalid, shown
 
 __all__ = ["Buffer", "differences", "fingerprint", "head_tail", "in_global_order", "positions", "shard", "validate"]
 
@@ -70,8 +71,29 @@ def _describe(tensor: Tensor) -> str:
     return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
 
 
+def _listed(name: str, values: Iterable[Any] | None) -> list[Any]:
+    try:
+        return list(values) if values is not None else []
+    except Exception as error:
+        raise BufferInvalid(f"{name} is no list", type(values).__name__, "pass a list, or None") from error
+
+
 def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
     """Check one buffer by itself; returns its dimension, not negative."""
+    try:
+        return _checked(index, tensor, dim)
+    except BufferInvalid:
+        raise
+    except Exception as error:  # a lazy parameter without a shape; a subclass that refuses to be asked
+        raise _invalid(
+            index,
+            "is a tensor that cannot be looked at",
+            f"{type(tensor).__name__}; {type(error).__name__}: {error}",
+            "pass a plain tensor",
+        ) from error
+
+
+def _checked(index: int, tensor: Any, dim: Any) -> int:
     if not isinstance(tensor, Tensor):
         raise _invalid(index, "is not a tensor", f"{type(tensor).__name__}", "pass tensors only")
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
@@ -81,12 +103,13 @@ def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
             _describe(tensor),
             "pass the plain local tensor (for a DTensor: .full_tensor())",
         )
-    if tensor.layout is not torch.strided:
-        raise _invalid(index, "is not a dense tensor", f"layout {tensor.layout}", "call .to_dense() before the block")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        seen = "nested" if tensor.is_nested else f"layout {tensor.layout}"
+        raise _invalid(index, "is not a dense tensor", seen, "make it dense before the block: .to_dense(), or padded")
     if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
         raise _invalid(
             index,
-            f"has no dimension {dim!r}",
+            f"has no dimension {shown(dim)}",
             _describe(tensor),
             f"give buffer_seq_dims[{index}] as an int from {-tensor.dim()} to {tensor.dim() - 1}",
             dim=dim,
@@ -128,9 +151,8 @@ def validate(
     Raises:
         BufferInvalid, LengthInvalid: what is wrong with which buffer.
     """
-    tensors = list(buffers) if buffers is not None else []
-    seq_dims = list(dims) if dims is not None else []
-    kept = {id(tensor) for tensor in no_restore} if no_restore is not None else set()
+    tensors, seq_dims = _listed("buffers", buffers), _listed("buffer_seq_dims", dims)
+    kept = {id(tensor) for tensor in _listed("no_restore_buffers", no_restore)}
     if len(tensors) != len(seq_dims):
         raise BufferInvalid(
             "buffers and buffer_seq_dims have different lengths",
@@ -276,12 +298,32 @@ def shard(buffers: Sequence[Buffer], rank: int, size: int, done: list[Sharded]) 
         rank: cp rank.
         size: cp size.
         done: filled with what `restore` needs, before the first tensor is touched.
+
+    Raises:
+        BufferInvalid: torch cannot copy or replace one: a dtype without kernels, storage that was freed, or rows made by
+            ``expand`` that no memory could hold.
     """
-    originals = [Sharded(buffer, buffer.tensor.data) for buffer in buffers]
-    shards = [_cut(whole, buffer.dim, rank, size) for buffer, whole in originals]
-    done += originals
-    for buffer, part in zip(buffers, shards, strict=True):
-        _point(buffer.tensor, part)
+    shards = []
+    originals = []
+    inference = torch.is_inference_mode_enabled()
+    try:
+        for buffer in buffers:
+            # What inference mode makes is of another kind, which not every backend lets an ordinary tensor point at.
+            with torch.inference_mode(buffer.tensor.is_inference()) if inference else contextlib.nullcontext():
+                originals.append(Sharded(buffer, buffer.tensor.data))
+                shards.append(_cut(originals[-1].before, buffer.dim, rank, size))
+        done += originals
+        for buffer, part in zip(buffers, shards, strict=True):
+            _point(buffer.tensor, part)
+    except (torch.OutOfMemoryError, MemoryError):  # no fault of the buffer: who catches one gets it
+        raise
+    except Exception as error:
+        raise _invalid(
+            buffer.place,
+            "cannot be cut",
+            f"{_describe(buffer.tensor)}; {type(error).__name__}: {error}",
+            "pass a plain tensor that torch can copy, of a size that memory holds",
+        ) from error
 
 
 def restore(done: Sequence[Sharded], *, everything: bool) -> None:
@@ -311,8 +353,11 @@ def fingerprint(buffers: Sequence[Buffer]) -> list[tuple[str, str]]:
 def _digest(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "no values (meta)"
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+    try:
+        data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+    except Exception as error:  # said to the other ranks, which wait for it; `shard` will not get far with it either
+        return f"cannot be read ({type(error).__name__})"
 
 
 def differences(all_prints: Sequence[Sequence[tuple[str, str]]]) -> Iterator[tuple[int, dict[int, str]]]:

@@ -46,6 +46,15 @@ def _sentence(code: str, what: str, evidence: str, next_step: str) -> str:
     return "\n".join(lines)
 
 
+def shown(value: object) -> str:
+    """Somebody's value for a message; also one whose repr fails or has no end."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} without repr"
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 class CPError(RuntimeError):
     """The base of every error of cpcompat.
 
