@@ -6,7 +6,6 @@ views of one tensor, expanded rows and a view's base all stay what they were (ev
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -80,20 +79,6 @@ def _listed(name: str, values: Iterable[Any] | None) -> list[Any]:
 
 def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
     """Check one buffer by itself; returns its dimension, not negative."""
-    try:
-        return _checked(index, tensor, dim)
-    except BufferInvalid:
-        raise
-    except Exception as error:  # a lazy parameter without a shape; a subclass that refuses to be asked
-        raise _invalid(
-            index,
-            "is a tensor that cannot be looked at",
-            f"{type(tensor).__name__}; {type(error).__name__}: {error}",
-            "pass a plain tensor",
-        ) from error
-
-
-def _checked(index: int, tensor: Any, dim: Any) -> int:
     if not isinstance(tensor, Tensor):
         raise _invalid(index, "is not a tensor", f"{type(tensor).__name__}", "pass tensors only")
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
@@ -106,12 +91,13 @@ def _checked(index: int, tensor: Any, dim: Any) -> int:
     if tensor.layout is not torch.strided or tensor.is_nested:
         seen = "nested" if tensor.is_nested else f"layout {tensor.layout}"
         raise _invalid(index, "is not a dense tensor", seen, "make it dense before the block: .to_dense(), or padded")
-    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+    dims = tensor.dim()
+    if not isinstance(dim, int) or not -dims <= dim < dims:
         raise _invalid(
             index,
             f"has no dimension {shown(dim)}",
             _describe(tensor),
-            f"give buffer_seq_dims[{index}] as an int from {-tensor.dim()} to {tensor.dim() - 1}",
+            f"give buffer_seq_dims[{index}] as an int from {-dims} to {dims - 1}",
             dim=dim,
         )
     if tensor.requires_grad:
@@ -128,7 +114,7 @@ def _checked(index: int, tensor: Any, dim: Any) -> int:
             _describe(tensor),
             "enter the block inside torch.inference_mode(), or pass tensor.clone()",
         )
-    return dim % tensor.dim()
+    return dim % dims
 
 
 def validate(
@@ -169,33 +155,44 @@ def validate(
             "pass the same tensor objects in both",
         )
     found: dict[int, Buffer] = {}
-    for index, (tensor, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
-        dim = _check_tensor(index, tensor, dim)
-        length, device = tensor.shape[dim], tensor.device
-        if not found:
-            head_dim, head_length, head_device = dim, length, device
-        first = found.setdefault(id(tensor), Buffer(tensor, dim, id(tensor) not in kept, index))
-        if first.dim != dim:
-            raise _invalid(
-                index,
-                f"is the same tensor as buffer {first.place}, with another dimension",
-                f"dims {first.dim} and {dim}",
-                "list the tensor once, or pass a clone",
-            )
-        if device != head_device:
-            raise _invalid(
-                index,
-                "is on another device than buffer 0",
-                f"{device} and {head_device}",
-                "move all buffers to one device",
-            )
-        if length != head_length:
-            raise _invalid(
-                index,
-                "has another sequence length than buffer 0",
-                f"{length} in dim {dim}, and {head_length} in dim {head_dim}",
-                "pass buffers of one sequence, and check buffer_seq_dims",
-            )
+    index = 0
+    try:
+        for index, (tensor, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
+            dim = _check_tensor(index, tensor, dim)
+            length, device = tensor.shape[dim], tensor.device
+            if not found:
+                head_dim, head_length, head_device = dim, length, device
+            first = found.setdefault(id(tensor), Buffer(tensor, dim, id(tensor) not in kept, index))
+            if first.dim != dim:
+                raise _invalid(
+                    index,
+                    f"is the same tensor as buffer {first.place}, with another dimension",
+                    f"dims {first.dim} and {dim}",
+                    "list the tensor once, or pass a clone",
+                )
+            if device != head_device:
+                raise _invalid(
+                    index,
+                    "is on another device than buffer 0",
+                    f"{device} and {head_device}",
+                    "move all buffers to one device",
+                )
+            if length != head_length:
+                raise _invalid(
+                    index,
+                    "has another sequence length than buffer 0",
+                    f"{length} in dim {dim}, and {head_length} in dim {head_dim}",
+                    "pass buffers of one sequence, and check buffer_seq_dims",
+                )
+    except BufferInvalid:
+        raise
+    except Exception as error:  # a lazy parameter without a shape; a subclass that refuses to be asked
+        raise _invalid(
+            index,
+            "is a tensor that cannot be looked at",
+            f"{type(tensor).__name__}; {type(error).__name__}: {error}",
+            "pass a plain tensor",
+        ) from error
     if tensors:
         chunk_length(head_length, size)
     return list(found.values())
@@ -303,15 +300,21 @@ def shard(buffers: Sequence[Buffer], rank: int, size: int, done: list[Sharded]) 
         BufferInvalid: torch cannot copy or replace one: a dtype without kernels, storage that was freed, or rows made by
             ``expand`` that no memory could hold.
     """
-    shards = []
-    originals = []
+    shards: list[Tensor] = []
+    originals: list[Sharded] = []
+
+    def cut(buffer: Buffer) -> None:
+        originals.append(Sharded(buffer, buffer.tensor.data))
+        shards.append(_cut(originals[-1].before, buffer.dim, rank, size))
+
     inference = torch.is_inference_mode_enabled()
     try:
         for buffer in buffers:
-            # What inference mode makes is of another kind, which not every backend lets an ordinary tensor point at.
-            with torch.inference_mode(buffer.tensor.is_inference()) if inference else contextlib.nullcontext():
-                originals.append(Sharded(buffer, buffer.tensor.data))
-                shards.append(_cut(originals[-1].before, buffer.dim, rank, size))
+            if inference:  # what it makes is of another kind, which not every backend lets an ordinary tensor point at
+                with torch.inference_mode(buffer.tensor.is_inference()):
+                    cut(buffer)
+            else:
+                cut(buffer)
         done += originals
         for buffer, part in zip(buffers, shards, strict=True):
             _point(buffer.tensor, part)
