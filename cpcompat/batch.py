@@ -1,4 +1,4 @@
-"""From a batch to a loss: what a context-parallel loop has to do around the block, as functions of whole tensors.
+"""From a collator's batch to tensors that can be cut, as functions of whole tensors; and the same batch for every rank.
 
 A batch, as a collator gives it, is brought into the form in which it can be cut: labels shifted, positions made, length
 padded, masks that say nothing gone, and everything that context parallelism cannot express refused. No tensor of the
@@ -8,7 +8,7 @@ caller is changed; what is cut later are padded copies, or other tensor objects 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import buffers as _buffers
+from .buffers import describe
 from .errors import BatchInvalid, BatchUnsupported, CPError, RanksDiffer
 
 if TYPE_CHECKING:
     from .ring import Ring
 
-__all__ = ["Reduced", "Whole", "broadcast", "prepare", "reduce_loss", "refuse", "trim"]
+__all__ = ["Whole", "broadcast", "prepare", "refuse", "trim"]
 
 # (batch, length, ...), whatever their sizes are.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels")
@@ -168,7 +169,7 @@ def _refuse_by_name(batch: Mapping[str, Any]) -> None:
             _unsupported(
                 name,
                 "says that several samples are packed into one row",
-                _describe(value),
+                describe(value),
                 "give each sample a row of its own: context parallelism has one causal mask, and samples of one row "
                 "would attend to each other",
             )
@@ -176,33 +177,27 @@ def _refuse_by_name(batch: Mapping[str, Any]) -> None:
             _unsupported(
                 name,
                 "holds pixels or audio, which the model would put in the place of tokens that this rank may not hold",
-                _describe(value),
+                describe(value),
                 "compute inputs_embeds from the whole batch, inside cp.disabled() or before the block, and pass those",
             )
         if name.startswith(_CROSS):
             _unsupported(
                 name,
                 "belongs to a model with an encoder, whose cross-attention context parallelism does not know",
-                _describe(value),
+                describe(value),
                 "train decoder-only models with CP; run an encoder of your own inside cp.disabled()",
             )
         if name == "past_key_values":
             _unsupported(
                 name,
                 "is a cache of keys and values, which is not cut",
-                _describe(value),
+                describe(value),
                 "generate outside the block, without CP",
             )
 
 
 def _unsupported(name: str, problem: str, evidence: str, next_step: str, **facts: Any) -> NoReturn:
     raise BatchUnsupported(f"{name} {problem}", evidence, next_step, name=name, **facts)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
-    return type(value).__name__
 
 
 def _tokens(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
@@ -214,14 +209,14 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
         if value.dim() != ndim or not value.shape[1]:
             raise BatchInvalid(
                 f"{name} is {form} with at least one token",
-                _describe(value),
+                describe(value),
                 "add the batch dimension: ids[None]" if value.dim() == ndim - 1 else f"pass {name} as {form}",
                 name=name,
             )
         return value.shape[0], value.shape[1], value.device
     raise BatchInvalid(
         "the batch has neither input_ids nor inputs_embeds as a tensor",
-        ", ".join(f"{name}: {_describe(value)}" for name, value in batch.items()) or "an empty mapping",
+        ", ".join(f"{name}: {describe(value)}" for name, value in batch.items()) or "an empty mapping",
         'pass a mapping with "input_ids" (batch, length)',
     )
 
@@ -244,7 +239,7 @@ def _sequence_dim(name: str, tensor: Tensor, rows: int, length: int) -> int | No
         if not 0 <= dim < len(shape) or shape[dim] != length:
             raise BatchInvalid(
                 f"{name} does not go with the {length} tokens of this batch",
-                _describe(tensor),
+                describe(tensor),
                 "give each token one value; a label for a whole row cannot be learned from a shard"
                 if name == "labels"
                 else f"pass {name} of length {length} in dimension {dim}",
@@ -257,7 +252,7 @@ def _sequence_dim(name: str, tensor: Tensor, rows: int, length: int) -> int | No
             _unsupported(
                 name,
                 "says something about pairs of tokens",
-                _describe(tensor),
+                describe(tensor),
                 "leave it out: context parallelism has one causal mask and no bias",
             )
         return 1
@@ -266,7 +261,7 @@ def _sequence_dim(name: str, tensor: Tensor, rows: int, length: int) -> int | No
     if length in (shape[1:] if shape[:1] == (rows,) else shape):
         raise BatchInvalid(
             f"{name} has a dimension as long as the sequence, but not where a value for each token has it",
-            f"{_describe(tensor)}, {rows} rows of {length} tokens",
+            f"{describe(tensor)}, {rows} rows of {length} tokens",
             "pass it as (batch, length, ...) or (any, batch, length), or leave it out of the batch",
             name=name,
             length=length,
@@ -288,7 +283,7 @@ def _real_tokens(mask: Any, length: int) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
-        _unsupported("attention_mask", "is not a tensor", _describe(mask), "leave it out where it says plain causal")
+        _unsupported("attention_mask", "is not a tensor", describe(mask), "leave it out where it says plain causal")
     if mask.dim() in (3, 4) and tuple(mask.shape[-2:]) == (length, length):
         # A bool says who is seen; a float is added to the scores.
         sees = mask if mask.dtype is torch.bool else mask == 0 if mask.is_floating_point() else mask != 0
@@ -302,7 +297,7 @@ def _real_tokens(mask: Any, length: int) -> Tensor | None:
             _unsupported(
                 "attention_mask",
                 "says more than causal attention with padding on the right",
-                _describe(mask),
+                describe(mask),
                 "leave it out where plain causal attention is meant; another one context parallelism cannot compute",
             )
         tokens = tokens.reshape(-1, length)
@@ -311,14 +306,14 @@ def _real_tokens(mask: Any, length: int) -> Tensor | None:
             _unsupported(
                 "attention_mask",
                 "has other values than 0 and 1: it numbers packed samples, or is added to scores",
-                f"{_describe(mask)}, values from {mask.min().item()} to {mask.max().item()}",
+                f"{describe(mask)}, values from {mask.min().item()} to {mask.max().item()}",
                 "give each sample a row of its own, and a mask of 0 and 1",
             )
         tokens = mask != 0
     else:
         raise BatchInvalid(
             f"attention_mask does not go with the {length} tokens of this batch",
-            _describe(mask),
+            describe(mask),
             f"pass it as (batch, {length})",
             name="attention_mask",
             length=length,
@@ -396,80 +391,12 @@ def trim(whole: Tensor, dim: int, length: int, padded: int) -> Tensor:
     if whole.shape[dim] != padded:
         raise BatchInvalid(
             f"the tensor has {whole.shape[dim]} tokens over all ranks, and the latest batch has {padded}",
-            f"{_describe(whole)}, dimension {dim}",
+            f"{describe(whole)}, dimension {dim}",
             "gather what the model returned for this batch, before the next one; or use unshard, which knows no padding",
             length=length,
             padded=padded,
         )
     return whole.narrow(dim, 0, length)
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A loss over all ranks.
-
-    Attributes:
-        loss: to call backward on.
-        fewest: the smallest number of tokens that was given for a batch, over all ranks.
-        labelled: the tokens of this batch that have a label, over all ranks; infinite where that is not known.
-    """
-
-    loss: Tensor
-    fewest: Tensor
-    labelled: Tensor
-
-
-def reduce_loss(
-    loss_sum: Tensor, num_tokens: float | Tensor | Sequence[float | Tensor], steps: int, labelled: Tensor | None
-) -> Reduced:
-    """See `CPContext.reduce_loss`.
-
-    Args:
-        loss_sum: this rank's sum.
-        num_tokens: this rank's tokens, of this batch or of each batch of an optimizer step.
-        steps: what accelerate divides by in ``backward``.
-        labelled: this rank's tokens with a label, where known.
-
-    Returns:
-        The loss, and what a check of num_tokens needs.
-
-    Raises:
-        BatchInvalid: loss_sum is not a tensor of one element.
-    """
-    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
-        raise BatchInvalid(
-            "loss_sum is the sum over this rank's tokens, one number in a tensor",
-            _describe(loss_sum),
-            'cross_entropy(..., reduction="sum")',
-        )
-    loss_sum = loss_sum.reshape(())
-    at: dict[str, Any] = {"device": loss_sum.device, "dtype": torch.promote_types(loss_sum.dtype, torch.float32)}
-    if isinstance(num_tokens, Tensor):
-        window, counts = num_tokens.dim() > 0, num_tokens.detach().to(**at).reshape(-1)
-    elif isinstance(num_tokens, Sequence):
-        window, counts = True, torch.stack([torch.as_tensor(count, **at) for count in num_tokens or [0]])
-    else:
-        window, counts = False, torch.as_tensor(num_tokens, **at).reshape(1)
-    known = torch.full((), torch.inf, **at) if labelled is None else labelled.to(**at)
-    total = torch.stack((loss_sum.detach().to(**at), counts.sum(), counts.min(), known))
-    dist.all_reduce(total)
-    summed, tokens, fewest, known = total.unbind()
-    weight = torch.where(tokens > 0, (steps if window else 1) / tokens, 0.0)
-    loss: Tensor = _Mean.apply(loss_sum, summed * weight, dist.get_world_size() * weight)  # type: ignore[no-untyped-call]
-    return Reduced(loss, fewest, known)
-
-
-class _Mean(torch.autograd.Function):
-    """One value forward, another factor backward."""
-
-    @staticmethod
-    def forward(ctx: Any, loss_sum: Tensor, value: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor, ctx.dtype = factor, loss_sum.dtype
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad * ctx.factor).to(ctx.dtype), None, None
 
 
 def broadcast(batch: Mapping[str, Any] | None, ring: Ring, device: str) -> dict[str, Any] | None:
@@ -533,13 +460,13 @@ def _outline(batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
             if value.layout is not torch.strided or (
                 type(value) is not Tensor and hasattr(value, "__tensor_flatten__")
             ):
-                raise BatchInvalid(f"{name} is not a plain dense tensor", _describe(value), "send plain tensors only")
+                raise BatchInvalid(f"{name} is not a plain dense tensor", describe(value), "send plain tensors only")
             outline[name] = tuple(value.shape), value.dtype, value.device.type
             continue
         try:
             outline[name] = pickle.dumps(value)
         except Exception as error:
             raise BatchInvalid(
-                f"{name} cannot be sent to the other ranks", f"{_describe(value)}: {error}", "leave it out of the batch"
+                f"{name} cannot be sent to the other ranks", f"{describe(value)}: {error}", "leave it out of the batch"
             ) from error
     return outline

@@ -16,7 +16,17 @@ from torch.autograd.graph import increment_version
 
 from .errors import BufferInvalid, LengthInvalid, shown
 
-__all__ = ["Buffer", "differences", "fingerprint", "head_tail", "in_global_order", "positions", "shard", "validate"]
+__all__ = [
+    "Buffer",
+    "describe",
+    "differences",
+    "fingerprint",
+    "head_tail",
+    "in_global_order",
+    "positions",
+    "shard",
+    "validate",
+]
 
 
 class Buffer(NamedTuple):
@@ -66,8 +76,15 @@ def _invalid(index: int, problem: str, evidence: str, next_step: str, **facts: A
     return BufferInvalid(f"buffer {index} {problem}", evidence, next_step, index=index, **facts)
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+def describe(value: object) -> str:
+    """What a value is, for a message.
+
+    Args:
+        value: a tensor, or what should have been one.
+    """
+    if isinstance(value, Tensor):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return type(value).__name__
 
 
 def _listed(name: str, values: Iterable[Any] | None) -> list[Any]:
@@ -85,7 +102,7 @@ def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
         raise _invalid(
             index,
             "is a wrapper around other tensors and cannot be sharded in place",
-            _describe(tensor),
+            describe(tensor),
             "pass the plain local tensor (for a DTensor: .full_tensor())",
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -96,7 +113,7 @@ def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
         raise _invalid(
             index,
             f"has no dimension {shown(dim)}",
-            _describe(tensor),
+            describe(tensor),
             f"give buffer_seq_dims[{index}] as an int from {-dims} to {dims - 1}",
             dim=dim,
         )
@@ -104,14 +121,14 @@ def _check_tensor(index: int, tensor: Any, dim: Any) -> int:
         raise _invalid(
             index,
             "requires grad; a buffer is sharded in place and keeps no graph (Automodel #2931)",
-            _describe(tensor) + f", grad_fn {tensor.grad_fn}",
+            describe(tensor) + f", grad_fn {tensor.grad_fn}",
             "pass inputs such as ids, labels and positions, or shard this tensor yourself with positions()",
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise _invalid(
             index,
             "is an inference tensor and cannot be changed outside inference mode",
-            _describe(tensor),
+            describe(tensor),
             "enter the block inside torch.inference_mode(), or pass tensor.clone()",
         )
     return dim % dims
@@ -324,7 +341,7 @@ def shard(buffers: Sequence[Buffer], rank: int, size: int, done: list[Sharded]) 
         raise _invalid(
             buffer.place,
             "cannot be cut",
-            f"{_describe(buffer.tensor)}; {type(error).__name__}: {error}",
+            f"{describe(buffer.tensor)}; {type(error).__name__}: {error}",
             "pass a plain tensor that torch can copy, of a size that memory holds",
         ) from error
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import batch as _batch
 from . import buffers as _buffers
+from . import loss as _loss
 from . import ring as _ring
 from .block import BatchBlock, Block, Fingerprint, is_active
 from .errors import (
@@ -293,7 +294,7 @@ class CPContext:
         self._live_ring()
         block = self._block
         labelled = block.labelled() if isinstance(block, BatchBlock) else None
-        reduced = _batch.reduce_loss(
+        reduced = _loss.reduce_loss(
             loss_sum, num_tokens, getattr(self._accelerator(), "gradient_accumulation_steps", 1), labelled
         )
         if not self._counted:
