@@ -27,7 +27,7 @@ from ranks import failure_bodies as bodies
 
 from cpcompat.codes import CODES
 from cpcompat.explaining import explain
-from cpcompat.testing import Ranks
+from cpcompat.testing import Ranks, run_ranks
 from cpcompat.versions import installed
 
 HAS_CONFIG = pytest.mark.skipif(not RELEASE.has_config, reason="this accelerate has no ParallelismConfig")
@@ -106,8 +106,9 @@ def test_04_a_size_without_its_switch(ranks2: Ranks) -> None:
 
 
 @HAS_CONFIG
-def test_04_sizes_that_are_not_the_processes(ranks4: Ranks) -> None:
-    for found in ranks4.run(bodies.sizes_differ):
+def test_04_sizes_that_are_not_the_processes() -> None:
+    """On ranks of their own: torch 2.9 makes some of the groups before it refuses, and the next group never comes."""
+    for found in run_ranks(bodies.sizes_differ, 4, timeout=60):
         assert found["kind"] != "no error"
         assert found["code"] == "CP109"
         assert "cp 2 = 2, and 4 processes" in found["evidence"]
