@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .errors import Contradiction, CPError, CPNotReady, CPNotRequested, CreationFailed, VersionTooOld
+from .errors import Contradiction, CPError, CPNotReady, CPNotRequested, CreationFailed, VersionTooOld, shown
 from .layouts import ABSENT, LAYOUTS, read
 from .meshes import cp_mesh, group_problem, live, new_mesh
 from .seen import Request, Seen
@@ -43,7 +43,7 @@ def _check_requested(seen: Seen, request: Request) -> None:
         if layout.kind == "mesh" and cp_mesh(read(seen.acc, layout.path)) is not None:
             return
     used, size = os.environ.get(_USE), os.environ.get(_SIZE)
-    by_environment = size is not None and size.isdigit() and int(size) > 1
+    by_environment = size is not None and size.isdecimal() and len(size) < 10 and int(size) > 1
     has_config = seen.config is not ABSENT
     evidence = "; ".join(
         (
@@ -106,7 +106,7 @@ def _mesh(seen: Seen, request: Request) -> DeviceMesh | str:
     if (seen.cp_size or 1) > 1:
         raise CPNotReady(
             "the accelerator has no device mesh although cp_size is set",
-            "; ".join(seen.trail) + f"; acc.state.device_mesh is {read(seen.acc, ('state', 'device_mesh'))!r}",
+            "; ".join(seen.trail) + f"; acc.state.device_mesh is {shown(read(seen.acc, ('state', 'device_mesh')))}",
             "init_process_group() first, then Accelerator(parallelism_config=...), then get_cp_context(acc)",
         )
     device = read(seen.acc, ("device", "type"))

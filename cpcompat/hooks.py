@@ -164,6 +164,7 @@ class Models:
         Raises:
             ModelUnsupported: a model has layers that no sequence length makes full attention, such as linear attention.
         """
+        models = [model for model in models if isinstance(model, nn.Module)]
         refs = list(map(weakref.ref, models))  # one object a model for as long as it lives, so this compares identities
         if refs == self._seen:
             return

@@ -19,6 +19,7 @@ __all__ = [
     "Layout",
     "Release",
     "TorchRelease",
+    "is_a",
     "read",
     "register_layout",
 ]
@@ -110,6 +111,16 @@ def read(obj: Any, path: tuple[str, ...]) -> Any:
         except Exception:
             return ABSENT
     return obj
+
+
+def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether a value's type is one or comes from it, whatever its ``__class__`` says or does.
+
+    Args:
+        value: somebody's object, which may be a Mock with a spec.
+        kind: the type, or several.
+    """
+    return issubclass(type(value), kind)
 
 
 @dataclass(frozen=True)

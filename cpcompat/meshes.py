@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .errors import Contradiction, StaleContext
+from .layouts import is_a
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,12 +20,15 @@ def cp_mesh(mesh: Any) -> DeviceMesh | None:
         return None
     from torch.distributed.device_mesh import DeviceMesh
 
-    if not isinstance(mesh, DeviceMesh):
+    if not is_a(mesh, DeviceMesh):
         return None
-    names = mesh.mesh_dim_names or ()
+    try:
+        names, dims = mesh.mesh_dim_names or (), mesh.ndim
+    except AttributeError:  # the object without its __init__
+        return None
     if "cp" in names:
-        mesh = mesh if mesh.ndim == 1 else mesh["cp"]
-    elif mesh.ndim != 1 or names:
+        mesh = mesh if dims == 1 else mesh["cp"]
+    elif dims != 1 or names:
         return None
     return mesh if mesh.size() > 1 else None
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .creating import create, plan
 from .errors import StaleContext
-from .layouts import ABSENT, LAYOUTS, Layout, read
+from .layouts import ABSENT, LAYOUTS, Layout, is_a, read
 from .meshes import cp_mesh, group_problem, ranks_of
 from .seen import Request, Seen, check_arguments, is_mock, look
 
@@ -52,7 +53,7 @@ class _Known:
 
         stamp, models = _stamp(acc), read(acc, ("_models",))
         own, mesh = stamp[:2]
-        count = len(models) if isinstance(models, list) else 0
+        count = len(models) if is_a(models, list) else 0
         return cls(context, request, stamp, count, own, mesh, dist.group, dist.group.WORLD)
 
     def holds(self, acc: Any) -> bool:
@@ -105,14 +106,15 @@ def get_cp_context(
 def _find(acc: Any, request: Request) -> CPContext:
     """Look closely, and remember what came of it where that can be remembered."""
     known = _remembered(acc)
-    if known is not None and request in (_NOTHING, known.request) and known.holds(acc):
+    if known is not None and (request.like(_NOTHING) or request.like(known.request)) and known.holds(acc):
         context = known.context
     else:
         seen = look(acc)
         check_arguments(request, seen)
         context = _existing(seen, request) or _made(seen, request)
-    context.attach_hooks()
-    with contextlib.suppress(TypeError):
+    if is_a(read(acc, ("_models",)), (list, tuple)):
+        context.attach_hooks()
+    with contextlib.suppress(Exception):  # see below
         _known[acc] = _Known.now(acc, context, request)
     return context
 
@@ -120,7 +122,7 @@ def _find(acc: Any, request: Request) -> CPContext:
 def _remembered(acc: Any) -> _Known | None:
     try:
         return _known.get(acc)
-    except TypeError:  # not hashable or not weakly referable: somebody's stand-in, never kept
+    except Exception:  # not weakly referable, not hashable, not comparable: somebody's stand-in, never kept
         return None
 
 
@@ -185,19 +187,22 @@ def _foreign_owner(seen: Seen) -> CPContext | None:
     """Libraries that own CP on an accelerator without leaving a context (optimum-habana, SimpleTuner, axolotl forks)."""
     acc = seen.acc
     backend = read(seen.config, ("cp_backend",))
-    if isinstance(backend, str) and backend != "torch":
+    if is_a(backend, str) and backend != "torch":
         return _delegate(seen, f"the CP backend {backend!r}", "acc.parallelism_config.cp_backend")
-    replaced = getattr(acc, "__dict__", {}).get("maybe_context_parallel")
+    own = read(acc, ("__dict__",))
+    replaced = own.get("maybe_context_parallel") if is_a(own, dict) else None
     if replaced is not None and not is_mock(acc):
         return _delegate(seen, _module(replaced), "acc.maybe_context_parallel", replaced)
-    if not isinstance(read(acc, ("mpu",)), (type(ABSENT), type(None))) and not is_mock(acc):
-        return _delegate(seen, _module(acc.mpu), "acc.mpu")
+    mpu = read(acc, ("mpu",))
+    if mpu is not ABSENT and mpu is not None and not is_mock(acc):
+        return _delegate(seen, _module(mpu), "acc.mpu")
     return None
 
 
 def _module(value: Any) -> str:
-    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "") or type(value).__module__
-    return str(name).split(".")[0]
+    stated = read(value, ("__name__",) if is_a(value, types.ModuleType) else ("__module__",))
+    names = (name for name in (stated, type(value).__module__) if is_a(name, str) and name)
+    return str(next(names, _UNKNOWN)).split(".")[0]
 
 
 def _delegate(seen: Seen, owner: str, place: str, passes_to: Callable[..., Any] | None = None) -> CPContext:
@@ -223,18 +228,19 @@ def _judge(value: Any, layout: Layout, seen: Seen, request: Request) -> CPContex
 
     if is_mock(value):
         return "a Mock"
-    made_by_us = getattr(type(value), "__cpcompat__", "") == "context"
+    mark = read(type(value), ("__cpcompat__",))
+    made_by_us = is_a(mark, str) and mark == "context"
     function: Any = value
     bound: dict[str, Any] = {}
     positional: tuple[Any, ...] = ()
-    while isinstance(function, functools.partial):
+    while is_a(function, functools.partial):
         bound = {**function.keywords, **bound}
         positional = (*function.args, *positional)
         function = function.func
     if made_by_us:
-        if not value.alive:
+        if not read(value, ("alive",)):
             return "a context over a dead mesh: its process group was destroyed"
-        mesh = value.mesh
+        mesh = read(value, ("mesh",))
     elif callable(function) and torch_cp.is_context_parallel(function):
         mesh = bound.get("mesh", positional[0] if positional else None)
     else:
@@ -267,14 +273,14 @@ def _judge(value: Any, layout: Layout, seen: Seen, request: Request) -> CPContex
 def _judge_foreign(function: Any, layout: Layout, seen: Seen) -> CPContext | str:
     if not callable(function):
         return f"not callable: {type(function).__name__}"
-    if hasattr(function, "__enter__"):
+    if read(function, ("__enter__",)) is not ABSENT:
         return "a context manager that was made already, not what makes one"
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    except Exception:
         return f"a callable without a signature: {type(function).__name__}"
     if not all(name in parameters for name in _KEYWORDS):
-        return f"a callable of another kind: {getattr(function, '__qualname__', type(function).__name__)}"
+        return f"a callable of another kind: {read(function, ('__qualname__',)) or type(function).__name__}"
     owner = _module(function)
     return _delegate(seen, owner, str(layout), function)
 

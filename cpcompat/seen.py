@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import Contradiction, SequenceParallel, StaleContext, UntestedVersion
-from .layouts import ABSENT, RELEASES, TORCHES, read
+from .errors import Contradiction, SequenceParallel, StaleContext, UntestedVersion, shown
+from .layouts import ABSENT, RELEASES, TORCHES, is_a, read
 from .meshes import cp_mesh, ranks_of
 from .versions import Installed, installed
 
@@ -27,6 +27,11 @@ class Request:
     cp_size: int | None
     mesh: DeviceMesh | None
     rotate_method: str | None
+
+    def like(self, other: Request) -> bool:
+        """Whether it asks for the same; what cannot be meant is compared with nothing, since it may have any equality."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(type(mine) is type(theirs) and mine == theirs for mine, theirs in pairs)
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Seen:
     def rotate_method(self) -> str | None:
         """What the cp handler says; None without one."""
         method = read(self.config, ("cp_handler", "cp_comm_strategy"))
-        return method if method in ROTATE_METHODS else None
+        return method if is_a(method, str) and method in ROTATE_METHODS else None
 
     def note(self, place: object, verdict: str) -> None:
         """Keep what was looked at, and what came of it."""
@@ -89,7 +94,8 @@ def _warn_untested(found: Installed | None, newest: str) -> None:
 
 
 def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A number of processes; None for anything else, also for what no int64 holds."""
+    return value if is_a(value, int) and type(value) is not bool and -(2**63) <= value < 2**63 else None
 
 
 def is_mock(value: Any) -> bool:
@@ -104,7 +110,7 @@ def check_arguments(request: Request, seen: Seen) -> None:
         raise SequenceParallel(
             "this accelerator uses sequence parallelism (sp_size), which is not context parallelism and has no context",
             f"parallelism_config: sp_size {sp_size}, cp_size {seen.cp_size}, "
-            f"sp_backend {read(seen.config, ('sp_backend',))!r} (accelerate #3817)",
+            f"sp_backend {shown(read(seen.config, ('sp_backend',)))} (accelerate #3817)",
             "for context parallelism set cp_size and leave sp_size at 1; DeepSpeed's Ulysses shards in the data loader",
             sp_size=sp_size,
             cp_size=seen.cp_size,
@@ -114,17 +120,17 @@ def check_arguments(request: Request, seen: Seen) -> None:
         if _int(request.cp_size) is None or request.cp_size < 2:
             raise Contradiction(
                 "cp_size is the number of ranks that share a sequence, an int of 2 or more",
-                f"got {request.cp_size!r}",
+                f"got {shown(request.cp_size)}",
                 "without context parallelism do not call get_cp_context",
                 argument="cp_size",
             )
         if seen.cp_size is not None and seen.cp_size != request.cp_size:
             asked["cp_size"] = (request.cp_size, seen.cp_size)
     if request.rotate_method is not None:
-        if request.rotate_method not in ROTATE_METHODS:
+        if not is_a(request.rotate_method, str) or request.rotate_method not in ROTATE_METHODS:
             raise Contradiction(
                 "rotate_method is 'allgather' or 'alltoall'",
-                f"got {request.rotate_method!r}",
+                f"got {shown(request.rotate_method)}",
                 "name one of the two",
                 argument="rotate_method",
             )
@@ -145,7 +151,7 @@ def check_arguments(request: Request, seen: Seen) -> None:
         if mesh is None:
             raise Contradiction(
                 "mesh is a DeviceMesh of one dimension, or with a dimension named 'cp', of size 2 or more",
-                f"got {request.mesh!r}",
+                f"got {shown(request.mesh)}",
                 "init_device_mesh(device_type, (n,), mesh_dim_names=('cp',))",
                 argument="mesh",
             )
