@@ -31,7 +31,8 @@ __all__ = [
 SWITCH, _PREFIX = "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_"
 _KINDS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _TRUE = ("true", "1", "yes", "on", "t", "y")
-_PLAIN = re.compile(r"[\w.+-]{1,24}")
+_PLAIN = re.compile(r"[\w.+-]{1,24}", re.ASCII)
+_COUNT = re.compile(r"[1-9]\d{0,8}")  # of ranks
 
 
 class ConfigUnreadable(ValueError):
@@ -65,8 +66,15 @@ class Settings:
 
 def _show(value: object) -> str:
     """A value that may be printed: a plain word or number, and nothing that could be a secret."""
-    text = str(value)
+    text = _text(value)
     return text if _PLAIN.fullmatch(text) else "(set, not shown)"
+
+
+def _text(value: object) -> str:
+    """A word or number as text; nothing for what is neither, and may have no end: lists of lists, thousands of digits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return ""
+    return str(value) if value is None or isinstance(value, str | int | float) else ""
 
 
 def _sizes(values: Mapping[str, object], name: str) -> tuple[dict[str, int], list[str]]:
@@ -76,15 +84,15 @@ def _sizes(values: Mapping[str, object], name: str) -> tuple[dict[str, int], lis
         value = values.get(name.replace("{}", kind if name.islower() else kind.upper()))
         if value is None:
             continue
-        if re.fullmatch(r"\s*[1-9]\d*\s*", str(value)):
-            sizes[kind] = int(str(value))
+        if _COUNT.fullmatch(_text(value).strip()):
+            sizes[kind] = int(_text(value))
         else:
             odd.append(f"{kind} size {_show(value)}")
     return sizes, odd
 
 
 def _number(value: object) -> int | None:
-    return int(str(value)) if re.fullmatch(r"[1-9]\d*", str(value)) else None
+    return int(_text(value)) if _COUNT.fullmatch(_text(value)) else None
 
 
 def from_environment() -> list[Settings]:
@@ -138,7 +146,7 @@ def from_file(path: str | os.PathLike[str]) -> Settings:
             content = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigUnreadable(f"{path}: {error}") from error
-    except yaml.YAMLError as error:
+    except Exception as error:  # YAMLError, and what its constructors raise: a 13th month, a thousand brackets
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigUnreadable(f"{path}{where}: no YAML") from error
@@ -153,8 +161,8 @@ def from_file(path: str | os.PathLike[str]) -> Settings:
     unread += [f"parallelism_config: {key}" for key in block if key in names - known]
     fsdp = content.get("fsdp_config") or {}
     fsdp = fsdp if isinstance(fsdp, dict) else {}
-    kind = str(content.get("distributed_type", "NO")).upper()
-    version = str(fsdp.get("fsdp_version", fsdp.get("version", 1)))
+    kind = _text(content.get("distributed_type", "NO")).upper()
+    version = _text(fsdp.get("fsdp_version", fsdp.get("version", 1)))
     sharding: str | None = {"FSDP": "FSDP2" if version == "2" else "FSDP1", "DEEPSPEED": "DeepSpeed"}.get(kind, "none")
     method = block.get("parallelism_config_cp_comm_strategy")
     return Settings(
@@ -163,7 +171,7 @@ def from_file(path: str | os.PathLike[str]) -> Settings:
         sizes,
         _number(content.get("num_processes")),
         None if content.get("use_cpu") or kind == "MULTI_CPU" else sharding,
-        None if method is None else str(method),
+        None if method is None else _text(method),
         tuple(unread),
         tuple(odd),
     )

@@ -55,11 +55,11 @@ def base_version(text: str) -> Version | None:
     Returns:
         The base version, or None where the text is no version.
     """
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     try:
         return Version(Version(text).base_version)
-    except (InvalidVersion, TypeError):
+    except (ValueError, TypeError):  # InvalidVersion, and what int() says of thousands of digits
         return None
 
 
@@ -77,7 +77,10 @@ def installed(name: str) -> Installed | None:
     from importlib import metadata
 
     module = sys.modules.get(name)
-    stated = getattr(module, "__version__", None)
+    try:
+        stated = str(getattr(module, "__version__", None) or "")
+    except Exception:  # a lazy module that fails to load, or a stand-in
+        stated = ""
     try:
         distribution, version = name, metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -88,4 +91,4 @@ def installed(name: str) -> Installed | None:
             distribution, version = name, "unknown"
         else:
             return None
-    return Installed(name, distribution, str(stated or version))
+    return Installed(name, distribution, stated or str(version))
