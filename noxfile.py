@@ -244,6 +244,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """What takes longer than a change waits for: the properties with many examples, and long runs."""
+    install(session, *group("test"))
+    pytest(session, "-m", "nightly", "tests", record="nightly")
+
+
+@nox.session(default=False)
 @nox.parametrize("torch", TORCHES, ids=TORCHES)
 def torch_matrix(session: nox.Session, torch: str) -> None:
     """The engine, the ring and the tiny Llama on each torch; ``-- 1.12.0`` runs one accelerate alone.
