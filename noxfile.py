@@ -44,6 +44,8 @@ MATRIX = [
     f"tests/test_{name}.py"
     for name in ("resolve", "equality", "hooks", "batch", "patch", "testing", "verify", "diagnosing", "failure_modes")
 ]
+# What shows that it holds.
+HOLDS = [f"tests/test_{name}.py" for name in ("properties", "faults", "concurrency", "nodes")]
 
 # What a copy under another name has no part in: the command line, which is not copied, and tests of files of the checkout.
 NOT_OF_A_COPY = ("main", "verify", "package", "readme", "codes", "vendoring", "pytest_plugin")
@@ -245,9 +247,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
-    """What takes longer than a change waits for: the properties with many examples, and long runs."""
+    """What holds docs/guarantees.md, with what takes longer than a change waits for: many examples, long runs, inductor."""
     install(session, *group("test"))
-    pytest(session, "-m", "nightly", "tests", record="nightly")
+    pytest(session, "-m", "not clients", *HOLDS, record="nightly")
 
 
 @nox.session(default=False)
