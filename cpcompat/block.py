@@ -152,13 +152,15 @@ class Block(AbstractContextManager[Any]):
         if when == "never" or (when == "first" and cp._agreed):
             return self._validate()
         plan: list[_buffers.Buffer] = []
+        prints: list[tuple[str, str]] = []
         mine: Exception | None = None
         try:
             plan = self._validate()
+            prints = _buffers.fingerprint(plan)
         except Exception as error:  # whatever it is: the other ranks wait for this one's word
             mine = error
         held: list[Any] = [None] * ring.size
-        report = (str(mine) if mine else None, _buffers.fingerprint(plan))
+        report = (str(mine) if mine else None, prints)
         dist.all_gather_object(held, report, group=ring.group)
         if mine is not None:
             raise mine
