@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 from installed import FSDP2_PROBLEM, RELEASE
-from ranks.equality import fsdp2_factor, llama_equality
+from ranks.equality import llama_equality
 
 from cpcompat.testing import Ranks
 
 METHODS = ("allgather", "alltoall")
 WRAPPERS = ("DDP", pytest.param("FSDP2", marks=pytest.mark.skipif(bool(FSDP2_PROBLEM), reason=FSDP2_PROBLEM)))
-
-
-@pytest.fixture(autouse=True)
-def _fsdp2_is_sound(request: pytest.FixtureRequest) -> None:
-    """torch 2.7.1 sums where it should average, over gloo, with CP or without: nothing to compare with."""
-    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("wrapper") == "FSDP2":
-        ranks: Ranks = request.getfixturevalue("ranks2")
-        if ranks.run(fsdp2_factor)[0] != pytest.approx(1):
-            pytest.skip("this torch's FSDP2 sums gradients over gloo instead of averaging them, without CP too")
 
 
 def check(results: list[dict]) -> None:
