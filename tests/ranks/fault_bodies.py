@@ -361,8 +361,7 @@ def interrupted(phase: str) -> dict[str, int]:
     tried, broken = 0, []
 
     def attempt(number: int) -> str:
-        seen = 0
-        where = ""
+        seen, where, counting = 0, "", phase == "entering"
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal seen, where
@@ -372,7 +371,7 @@ def interrupted(phase: str) -> dict[str, int]:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             if code not in places:
                 places[code] = _interruptible(code)
-            if event == "opcode" and code is not skipped and frame.f_lasti in places[code]:
+            if counting and event == "opcode" and code is not skipped and frame.f_lasti in places[code]:
                 seen += 1
                 if seen == number:
                     where = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}:{frame.f_lineno}"
@@ -380,14 +379,12 @@ def interrupted(phase: str) -> dict[str, int]:
             return trace
 
         block = cp(buffers=[ids, rows], buffer_seq_dims=[1, 1], fingerprint="never")
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for this when tracing begins, and not later
         try:
-            if phase == "entering":
-                sys.settrace(trace)
+            sys.settrace(trace)
             with block:
-                sys.settrace(None)
+                counting = phase == "leaving"
                 assert ids.shape[1] == rows.shape[1] == 8
-                if phase == "leaving":
-                    sys.settrace(trace)
         except KeyboardInterrupt:
             pass
         finally:
@@ -395,7 +392,12 @@ def interrupted(phase: str) -> dict[str, int]:
         return where
 
     pointers = ids.data_ptr(), rows.data_ptr()
-    while where := attempt(tried + 1):
+    while True:
+        if sys.version_info >= (3, 13):
+            attempt(0)  # nowhere: it tells of no instruction in a function when it begins to trace it
+        where = attempt(tried + 1)
+        if not where:
+            break
         tried += 1
         whole = (ids.shape, rows.shape, rows.stride()) == ((1, length), (3, length), (0, 1))
         if not whole or (ids.data_ptr(), rows.data_ptr()) != pointers or F.scaled_dot_product_attention is not SDPA:
