@@ -606,8 +606,12 @@ def configs(
 ) -> Counter[str]:
     """Try that many files in an empty folder; what `look` said of each."""
     ran: list[str] = []
-    for module, name in ((os, "system"), (os, "mkdir"), (subprocess, "Popen")):
-        monkeypatch.setattr(module, name, lambda *_, name=name, **__: ran.append(name))
+    monkeypatch.setattr(os, "system", lambda *_: ran.append("system"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: ran.append("Popen"))
+    mkdir = os.mkdir  # which hypothesis itself calls, the first time that it draws text
+    monkeypatch.setattr(
+        os, "mkdir", lambda path, *a, **k: ran.append("mkdir") if path == "ran" else mkdir(path, *a, **k)
+    )
     for name in list(os.environ):
         if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")) or name == "WORLD_SIZE":
             monkeypatch.delenv(name)
