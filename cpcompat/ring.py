@@ -9,6 +9,7 @@ the two kernels, which have kept their signatures since 2.5.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,16 +57,24 @@ class Ring:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         """Start sending a contiguous tensor to a cp rank."""
-        return dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
+        with self._with(to):
+            return dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Start receiving into a contiguous tensor from a cp rank."""
-        return dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
+        with self._with(source):
+            return dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
 
     def wait(self, transfer: Any, peer: int) -> None:
-        """Wait for a transfer to or from a cp rank; an error tells which it was."""
-        try:
+        """Wait for a transfer to or from a cp rank."""
+        with self._with(peer):
             transfer.wait()
+
+    @contextmanager
+    def _with(self, peer: int) -> Iterator[None]:
+        """An error in an exchange tells with whom it was."""
+        try:
+            yield
         except Exception as error:
             annotate(error, f"cp rank {self.rank} was waiting for cp rank {peer} (global rank {self.peers[peer]})")
             raise

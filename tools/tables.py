@@ -173,7 +173,9 @@ The whole suite, on the newest: {outcome(json.loads(whole.read_text())) if whole
 {table(["accelerate", "transformers", "trl", "tests", "ranks"], other_rows("clients", ["accelerate", "transformers", "trl"]))}
 ## torch
 
-The tests of each row are `ENGINE` in the noxfile.
+The tests of each row are `ENGINE` in the noxfile. `nox -s "torch_matrix(2.9.1)" -- 1.12.0` runs one cell, `nox -s torch_matrix`
+all of them, one environment of 5 GB at a time. `nox -s newest` tries what the registry has now, pre-releases included; it exits
+with 3 where upstream moved and with 4 where cpcompat broke.
 
 {table(["torch", "accelerate", "python", "tests", "ranks"], torch_rows())}
 What torch's own `context_parallel` does, each seen by `tests/test_upstream.py` in that very release. cpcompat's block restores,
@@ -182,7 +184,7 @@ refuses a length that does not fit, takes an empty list, and cuts expanded rows 
 {table(FAULTS, fault_rows())}
 ## Python
 
-The newest accelerate and torch that each has; those above ran on {with_python}.
+The newest accelerate and torch that each has, by `nox -s pythons`; those above ran on {with_python}.
 
 {table(["python", "torch", "accelerate", "tests", "ranks"], other_rows("python", ["python", "torch", "accelerate"]))}
 ## Skips
