@@ -11,9 +11,8 @@ PAGE = TESTS.parent / "docs" / "guarantees.md"
 
 
 def test_every_promise_is_held_by_a_test() -> None:
-    rows = [
-        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and "---" not in line
-    ]
+    promised = PAGE.read_text(encoding="utf-8").partition("<!-- numbers")[0]
+    rows = [line for line in promised.splitlines() if line.startswith("| ") and "---" not in line]
     promises = [row for row in rows if not row.endswith("| held by |")]
     assert len(promises) > 20
     for row in promises:
