@@ -75,6 +75,17 @@ def other_rows(prefix: str, names: list[str]) -> list[list[str]]:
     return rows
 
 
+def python_rows() -> list[list[str]]:
+    rows = []
+    for python in ("3.10", "3.12", "3.13", "3.14"):
+        found = result(f"python-{python}")
+        versions = found["versions"] if found else {"python": python}
+        rows.append(
+            [*(versions.get(n, "") for n in ("python", "torch", "accelerate")), outcome(found), on_ranks(found)]
+        )
+    return rows
+
+
 def torch_rows() -> list[list[str]]:
     rows = []
     for torch in TORCHES:
@@ -186,7 +197,7 @@ refuses a length that does not fit, takes an empty list, and cuts expanded rows 
 
 The newest accelerate and torch that each has, by `nox -s pythons`; those above ran on {with_python}.
 
-{table(["python", "torch", "accelerate", "tests", "ranks"], other_rows("python", ["python", "torch", "accelerate"]))}
+{table(["python", "torch", "accelerate", "tests", "ranks"], python_rows())}
 ## Skips
 
 {reasons()}"""
