@@ -64,14 +64,12 @@ class Block(AbstractContextManager[Any]):
         # Counted on every rank, whether it comes in or not: messages of one block never meet those of another.
         cp._entries += 1
         self._thread = threading.get_ident()
+        # What is_active() sees may be another copy's block, or torch's own.
+        if _open or is_active():
+            raise self._nested()
         try:
-            # setdefault is one step also between threads; what is_active() sees may be another copy's block, or torch's.
-            if is_active() or _open.setdefault("block", self) is not self:
-                raise NestedContext(
-                    "a context-parallel block is active in this process already",
-                    f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
-                    "leave the first block before entering another, in whatever thread; one block takes buffers of one length",
-                )
+            if _open.setdefault("block", self) is not self:  # one step also between threads
+                raise self._nested()
             plan = self._agree(ring)
             self._number = cp._entries * _CALLS
             self._original = F.scaled_dot_product_attention
@@ -86,6 +84,14 @@ class Block(AbstractContextManager[Any]):
             self._put_back(failed=True)
             explain(error, None, cp.size)
             raise
+
+    @staticmethod
+    def _nested() -> NestedContext:
+        return NestedContext(
+            "a context-parallel block is active in this process already",
+            f"torch.nn.functional.scaled_dot_product_attention is {F.scaled_dot_product_attention!r}",
+            "leave the first block before entering another, in whatever thread; one block takes buffers of one length",
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -114,7 +114,7 @@ def _find(acc: Any, request: Request) -> CPContext:
         context = _existing(seen, request) or _made(seen, request)
     if is_a(read(acc, ("_models",)), (list, tuple)):
         context.attach_hooks()
-    with contextlib.suppress(Exception):  # see below
+    with contextlib.suppress(Exception):  # a stand-in that cannot be kept, as in _remembered
         _known[acc] = _Known.now(acc, context, request)
     return context
 

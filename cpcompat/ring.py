@@ -109,16 +109,17 @@ def _rotate(ring: Ring, kv: Tensor, causal: bool, tag: int) -> Iterator[tuple[in
     exchanges: Iterator[_Transfer] = map(exchange, range(1, ring.size))
     if ring.rotate_method == "allgather":
         exchanges = iter(list(exchanges))
-    done: list[_Transfer] = []
+    sends: list[tuple[Any, int, Tensor]] = []  # what came in is the caller's; what goes out must live until it has gone
     coming = next(exchanges, None)
     yield ring.rank, kv
     while coming is not None:
-        ring.wait(coming.received, coming.source)
-        done.append(coming)
+        source, part = coming.source, coming.incoming
+        ring.wait(coming.received, source)
+        sends.append((coming.sent, coming.reader, coming.outgoing))
         coming = next(exchanges, None)
-        yield done[-1].source, done[-1].incoming
-    for transfer in done:
-        ring.wait(transfer.sent, transfer.reader)
+        yield source, part
+    for sent, reader, _ in sends:
+        ring.wait(sent, reader)
 
 
 def _repeat(kv: Tensor, heads: int) -> Tensor:

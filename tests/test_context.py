@@ -58,7 +58,7 @@ def test_bad_buffers_are_refused_by_name_and_untouched(ranks2: Ranks) -> None:
 
 
 def test_a_nested_block_is_refused(ranks2: Ranks) -> None:
-    assert ranks2.run(bodies.nested) == [("NestedContext", "NestedContext")] * 2
+    assert ranks2.run(bodies.nested) == [("NestedContext",) * 3] * 2
 
 
 def test_different_batches_are_an_error_on_every_rank(ranks2: Ranks) -> None:
